@@ -1,5 +1,6 @@
 """Tiny targets and drafters as folders, for tests that go through the command line."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ def make_drafter(target: str, folder: Path, **shape: Any) -> str:
     torch.manual_seed(6)  # what a drafter can learn depends on its first weights: these learn well
     RecurrentDrafter(config).save_pretrained(folder)
     return str(folder)
+
+
+def answered_prompts(target: str) -> list[dict[str, list[int]]]:
+    """Rows of traffic: random prompts and the target's own answers."""
+    from drafter import Engine, SamplingParams
+
+    draw = random.Random(0)
+    prompts = [[draw.randrange(5, 90) for _ in range(4)] for _ in range(120)]
+    engine = Engine.load(target, device="cpu", method="none", max_num_seqs=16)
+    answers = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    return [{"prompt_token_ids": p, "token_ids": a.token_ids} for p, a in zip(prompts, answers, strict=True)]
 
 
 # Settings of drafter.training.adapt with which a tiny drafter learns enough in seconds.

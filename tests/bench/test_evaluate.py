@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -16,12 +15,14 @@ from drafter.decoding.params import SamplingParams
 from drafter.distill.client import Client, Reply
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, Plan
-from tests.data.tiny import write_jsonl
+from tests.data.tiny import save_target, write_jsonl
 from tests.distill.loopback import send, serving
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.serving.live import Live, live_server
-from tests.serving.tiny import save_target, tiny_drafter, tiny_target
+from tests.serving.conftest import live
+from tests.serving.live import Live
+from tests.serving.tiny import tiny_drafter, tiny_target
 
+__all__ = ["live"]  # a fixture
 METHOD = "drafter:W64:L2:N96"  # as the live server's engine has it
 QUESTIONS = {"short": ["Why 15?", "Why 16?"], "long": ["Why is the sea salty and the sky blue?", "And the end?"]}
 
@@ -29,18 +30,11 @@ QUESTIONS = {"short": ["Why 15?", "Why 16?"], "long": ["Why is the sea salty and
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
-    save_target(folder / "target")
-    drafter = tiny_drafter()
-    drafter.save_pretrained(folder / "drafter")
+    save_target(tiny_target(), folder / "target")
+    tiny_drafter().save_pretrained(folder / "drafter")
     rows = [{"prompt": text, "category": name} for name, texts in QUESTIONS.items() for text in texts]
     write_jsonl(folder / "prompts.jsonl", rows)
     return folder
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_server() as server:
-        yield server
 
 
 def run(files: Path, url: str | None, **changes) -> tuple[int, dict]:

@@ -55,6 +55,13 @@ def save_tiny_target(folder: Path, chat_template: str | None = CHAT_TEMPLATE) ->
     return str(folder)
 
 
+def save_target(target: Any, folder: Path, **options: Any) -> str:
+    """A whole target as a folder that ``--target`` takes."""
+    target.model.save_pretrained(folder, **options)
+    target.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def chat(*turns: str) -> list[dict[str, str]]:
     """Turns of user and assistant in alternation."""
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]

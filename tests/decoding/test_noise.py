@@ -21,16 +21,12 @@ def uniforms_BTM(seeds, positions, num_tokens, stream=0):
     return sampling._uniform(bits)
 
 
-def unsigned(word: int) -> int:
-    return word % hashing.WORD
-
-
 def test_mix64_is_the_published_generator():
     # First outputs of SplitMix64 from state 1234567, as its authors' reference implementation prints them.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [hashing.mix64((1234567 + i * hashing.GAMMA) % hashing.WORD) for i in range(1, 5)] == published
     state = 1234567 + torch.arange(1, 5) * torch.tensor(GAMMA)
-    assert [unsigned(w) for w in mix64(state).tolist()] == published
+    assert [word % hashing.WORD for word in mix64(state).tolist()] == published
 
 
 def test_bits_and_noise_equal_the_python_twin():
@@ -44,7 +40,7 @@ def test_bits_and_noise_equal_the_python_twin():
         for b, seed in enumerate(seeds):
             for t, position in enumerate(positions[b]):
                 for m, token in enumerate(tokens):
-                    assert unsigned(words[b][t][m]) == hashing.random_word(seed, position, token, stream)
+                    assert words[b][t][m] % hashing.WORD == hashing.random_word(seed, position, token, stream)
                     expected = hashing.gumbel(seed, position, token, stream)
                     assert noise[b, t, m].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 

@@ -63,23 +63,17 @@ def trained_drafter(context: str = "last", head: str = "full", num_steps: int = 
 
 def train_on_texts(drafter: RecurrentDrafter, target: Target, text_BT: Tensor, num_steps: int) -> RecurrentDrafter:
     """Overfit a drafter to a few texts of the same length: cross-entropy at every position and depth."""
+    num_positions = text_BT.shape[1] - _UNROLL - 1
     with torch.no_grad():
         context_BTC = target.forward(text_BT, context_layers=drafter.config.context_layers).context_BTC
-        embedding_BTD = target.embed(text_BT)
+        window_BPLD = target.embed(text_BT)[:, 1:-1].unfold(1, _UNROLL, 1).transpose(2, 3)
+    place_V = torch.full((drafter.config.vocab_size,), -100)
+    place_V[drafter.draft_token_ids_R] = torch.arange(len(drafter.draft_token_ids_R))
+    label_BPL = place_V[text_BT[:, 2:].unfold(1, _UNROLL, 1)]
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        _loss(drafter, text_BT, context_BTC, embedding_BTD).backward()
+        logits_BPLR = drafter(context_BTC[:, :num_positions], window_BPLD)
+        F.cross_entropy(logits_BPLR.flatten(0, 2), label_BPL.flatten()).backward()
         optimizer.step()
     return drafter.eval()
-
-
-def _loss(drafter: RecurrentDrafter, text_BT: Tensor, context_BTC: Tensor, embedding_BTD: Tensor) -> Tensor:
-    """Cross-entropy of the next tokens at every position and depth that has one."""
-    num_positions = text_BT.shape[1] - _UNROLL - 1
-    window_BPLD = embedding_BTD[:, 1:-1].unfold(1, _UNROLL, 1).transpose(2, 3)[:, :num_positions]
-    label_BPL = text_BT[:, 2:].unfold(1, _UNROLL, 1)[:, :num_positions]
-    logits_BPLR = drafter(context_BTC[:, :num_positions], window_BPLD)
-    place_V = torch.full((drafter.config.vocab_size,), -100)
-    place_V[drafter.draft_token_ids_R] = torch.arange(len(drafter.draft_token_ids_R))
-    return F.cross_entropy(logits_BPLR.flatten(0, 2), place_V[label_BPL].flatten())

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -13,6 +12,7 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
+from tests.engine.test_engine import hugging_face_answer
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +37,8 @@ def target() -> Target:
 @cache
 def hugging_face_answers() -> list[list[int]]:
     """What transformers says, one prompt at a time."""
-    answers = []
-    for prompt in PROMPTS:
-        prompt_1T = torch.tensor([target().encode_chat([{"role": "user", "content": prompt}])])
-        output = target().model.generate(
-            prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, max_new_tokens=NUM_TOKENS
-        )
-        answers.append(output[0, prompt_1T.shape[1] :].tolist())
-    return answers
+    prompts = [target().encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    return [hugging_face_answer(target(), prompt, NUM_TOKENS, target().eos_token_ids) for prompt in prompts]
 
 
 @cache

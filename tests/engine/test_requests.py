@@ -1,12 +1,14 @@
 """What servers need of the engine: prefixes reused, trees, failed steps."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions, Update
-from tests.serving.tiny import tiny_engine, tiny_target
+from tests.serving.tiny import failing_once, tiny_engine, tiny_target
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SYSTEM = "You are a careful assistant who answers in few words."
@@ -79,24 +81,12 @@ def test_trees_tell_what_was_accepted() -> None:
         root = tree.bonus_id
 
 
-def failing_once(engine: Engine, error: Exception, *, after: int) -> None:
-    """The runner's step raises once, after some good ones, when its work is half done."""
-    assert engine._runner is not None
-    commit, calls = engine._runner._commit, [0]
-
-    def broken(*args: object) -> None:
-        calls[0] += 1
-        if calls[0] == after:
-            raise error
-        commit(*args)  # type: ignore[arg-type]
-
-    engine._runner._commit = broken  # type: ignore[method-assign,assignment]
-
-
 def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
     engine = tiny_engine()
     requests = [engine.add(engine.make_request(chat(f"Question {i}?"), GREEDY)) for i in range(4)]
-    failing_once(engine, torch.OutOfMemoryError("no memory"), after=3)
+    runner: Any = engine._runner
+    # When the work of a step is half done.
+    runner._commit = failing_once(runner._commit, torch.OutOfMemoryError("no memory"), after=2)
     with pytest.raises(torch.OutOfMemoryError):
         run(engine)
     assert engine.drop(keep=2) == requests[2:]

@@ -6,9 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
 from drafter.engine.request import IncrementalText, encode_prompts
-from drafter.engine.settings import EngineConfig
 from tests.data.tiny import tiny_tokenizer
 from tests.serving.tiny import tiny_engine, tiny_target
 
@@ -81,10 +79,6 @@ NO_EOS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 CHATS = [[{"role": "user", "content": text}] for text in ("Name a colour.", "Why?", "One two three")]
 
 
-def plain_engine() -> Engine:
-    return Engine(tiny_target(), None, EngineConfig(method="none"))
-
-
 def test_prompts_of_every_form_are_the_same_prompt() -> None:
     engine = tiny_engine()
     ids, raw_ids = (encode_prompts(engine.target, ["Why?"], raw=raw)[0] for raw in (False, True))
@@ -97,13 +91,14 @@ def test_prompts_of_every_form_are_the_same_prompt() -> None:
 
 
 def test_streamed_text_is_whole_and_ends_at_a_stop_string_with_and_without_drafts() -> None:
-    for index, full in enumerate(plain_engine().generate(CHATS, NO_EOS)):
+    plain_engine = tiny_engine(method="none", tree_size=1)
+    for index, full in enumerate(plain_engine.generate(CHATS, NO_EOS)):
         assert full.text == tiny_target().decode(full.token_ids)
         # Printable stop strings taken from the middle of the answer, across tokens.
         stops = {full.text[place : place + 3] for place in (4, 9, 15)} - {""}
         for stop in sorted(item for item in stops if "\ufffd" not in item):
             params = SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,))
-            plain = plain_engine().generate(CHATS[index : index + 1], params)[0]
+            plain = plain_engine.generate(CHATS[index : index + 1], params)[0]
             *_, last = events = list(tiny_engine().stream(CHATS[index : index + 1], params))
             assert last.completion is not None and last.completion.finish_reason == plain.finish_reason == "stop"
             assert last.completion.token_ids == plain.token_ids == full.token_ids[: len(plain.token_ids)]

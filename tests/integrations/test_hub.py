@@ -1,9 +1,9 @@
 """What leaves the house: the published format from the command line, and the hub (a local stand-in)."""
 
 import json
+import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -31,29 +31,26 @@ def drafter(target: str, tmp_path: Path) -> Path:
 
 
 def test_export_to_the_published_format(drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its logits: tests/golden/test_apple.py."""
+    """From a drafter and from a trainer's checkpoint. The logits: tests/golden/test_apple.py."""
     out = tmp_path / "published"
-    words = ["export", str(drafter), "--format", "apple", "--out", str(out), "--dtype", "float32"]
-    assert main(words) == 0
+    words = ["--format", "apple", "--out", str(out)]
+    assert main(["export", str(drafter), *words]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["model_type"] == "recurrent_drafting_drafter"
-    assert RecurrentDrafter.from_apple(out).dtype == torch.float32
-    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "others may read all files or none"
-    # Again over the same place, in 16 bits; nothing else is left beside it.
-    assert main(["export", str(drafter), "--format", "apple", "--out", str(out)]) == 0
     assert RecurrentDrafter.from_apple(out).dtype == torch.bfloat16
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["drafter", "published"]
-
-
-def test_trainers_checkpoint_goes_straight_to_the_published_format(tmp_path: Path) -> None:
-    drafter, out = trained_drafter("last", "full", 2), tmp_path / "published"
-    state = {f"drafter.{name}": tensor for name, tensor in drafter.state_dict().items()}
-    torch.save({"drafter_config": drafter.config.to_dict(), "state_dict": state}, tmp_path / "last.ckpt")
-    words = ["export", str(tmp_path / "last.ckpt"), "--format", "apple", "--out", str(out), "--dtype", "float32"]
-    assert main(words) == 0
-    inputs = torch.randn(3, drafter.config.hidden_size), torch.randn(3, 4, drafter.config.hidden_size)
-    assert torch.allclose(RecurrentDrafter.from_apple(out)(*inputs), drafter(*inputs), atol=1e-4)
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1, "others may read all files or none"
+    # Over the same place, in 32 bits; nothing else is left beside it.
+    trained = RecurrentDrafter.from_pretrained(drafter)
+    state = {f"drafter.{name}": tensor for name, tensor in trained.state_dict().items()}
+    torch.save({"drafter_config": trained.config.to_dict(), "state_dict": state}, tmp_path / "last.ckpt")
+    states = []
+    for source in (drafter, tmp_path / "last.ckpt"):
+        assert main(["export", str(source), *words, "--dtype", "float32"]) == 0
+        states.append(RecurrentDrafter.from_apple(out).state_dict())
+    assert states[0]["head.weight"].dtype == torch.float32
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["drafter", "last.ckpt", "published"]
 
 
 @pytest.mark.parametrize(
@@ -84,21 +81,14 @@ def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
 def test_push_from_the_command_line_is_private_and_a_refusal_one_line(
     drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a stand-in for the hub, where the name "nobody/it" asks for a token."""
-    uploaded: list[tuple[str, set[str]]] = []
-
-    class Hub:
-        def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> Any:
-            assert private and exist_ok
-            if name == "nobody/it":
-                raise LocalTokenNotFoundError("Token is required")
-            return SimpleNamespace(repo_id=f"me/{name}")
-
-        def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-            uploaded.append((repo_id, {file.name for file in folder_path.iterdir()}))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    """On a stand-in for the hub, which asks for a token the second time."""
+    hub, uploaded = Mock(), []
+    hub.create_repo.side_effect = [Mock(repo_id="me/it"), LocalTokenNotFoundError("Token is required")]
+    hub.upload_folder.side_effect = lambda folder_path, **_: uploaded.append(sorted(os.listdir(folder_path)))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out"), "--push-to-hub"]
-    assert main([*words, "it"]) == 0 and uploaded == [("me/it", {"config.json", "model.safetensors"})]
+    assert main([*words, "it"]) == 0 and uploaded == [["config.json", "model.safetensors"]]
+    hub.create_repo.assert_called_once_with("it", private=True, exist_ok=True)
+    assert hub.upload_folder.call_args.kwargs["repo_id"] == "me/it"
     assert main([*words, "nobody/it"]) == 2 and len(uploaded) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "drafter: error: Token is required"

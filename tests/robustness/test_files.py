@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from tests.data.tiny import tiny_target
+from tests.data.tiny import save_target, tiny_target
 from tests.robustness.conftest import Place
 from tests.robustness.harness import VALUES, damaged, mutated
 from tests.sizes import size
@@ -135,9 +135,7 @@ def distilling(place: Place, prompts: Path | str, out: Path | str) -> str:
 def valid(place: Place, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The good files that the fixture ``place`` lacks."""
     folder = tmp_path_factory.mktemp("good")
-    sharded = tiny_target()
-    sharded.model.save_pretrained(folder / "sharded", max_shard_size="8KB")
-    sharded.tokenizer.save_pretrained(folder / "sharded")
+    save_target(tiny_target(), folder / "sharded", max_shard_size="8KB")
     shutil.copy(checkpoints[0], folder / "last.ckpt")
     shutil.copy(next(checkpoints[0].parents[1].glob("logs/*/config.yaml")), folder / "train.yaml")
     place.run.must(distilling(place, place.prompts, folder / "answers" / "a.jsonl").split())

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -22,6 +19,7 @@ from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
 from tests.robustness.harness import WHEEL, leftovers
 from tests.sizes import size
+from tests.tiny_files import answered_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -34,12 +32,7 @@ SAME_FIELDS = ("messages", "num_tokens", "acceptance")  # of the rows of two run
 @pytest.fixture(scope="session")
 def traffic(place: Place) -> Path:
     """Recorded answers to random prompts."""
-    draw, target = random.Random(0), Target.load(place.target, device="cpu")
-    prompts = [[draw.randrange(5, 60) for _ in range(4)] for _ in range(120)]
-    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=16))
-    answers = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
-    rows = [{"prompt_token_ids": p, "token_ids": a.token_ids} for p, a in zip(prompts, answers, strict=True)]
-    return Path(write_jsonl(place.folder / "traffic.jsonl", rows))
+    return Path(write_jsonl(place.folder / "traffic.jsonl", answered_prompts(place.target)))
 
 
 def words_of(name: str, place: Place, out: Path) -> list[str]:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,17 +22,12 @@ from tests.serving.tiny import tiny_engine
 MODEL = "tiny"
 
 
+@dataclass
 class Live:
-    """A running server.
+    """A running server: its root and its insides."""
 
-    Attributes:
-        url: its root.
-        server: its insides.
-    """
-
-    def __init__(self, url: str, server: Server) -> None:
-        self.url = url
-        self.server = server
+    url: str
+    server: Server
 
     @cached_property
     def client(self) -> openai.OpenAI:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import Any
 
 import httpx
@@ -17,7 +16,7 @@ import torch
 from drafter.engine.engine import Engine
 from drafter.serving import listen
 from tests.serving.live import MODEL, Live, live_server, offline
-from tests.serving.tiny import tiny_engine
+from tests.serving.tiny import failing_once, tiny_engine
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
@@ -153,17 +152,11 @@ def test_requests_that_take_too_long() -> None:
 def test_failed_step_is_a_500_for_its_requests_only() -> None:
     engine = tiny_engine(max_num_seqs=2)
     with live_server(engine) as server, server.http() as http:
-        step = engine.step
-
-        def broken() -> Any:
-            engine.step = step  # type: ignore[method-assign]
-            raise RuntimeError("secret")
-
-        engine.step = broken  # type: ignore[method-assign]
+        engine.step = failing_once(engine.step, RuntimeError("secret"))  # type: ignore[method-assign]
         answer = http.post(CHAT, json=BODY)
         assert answer.status_code == 500 and "secret" not in answer.text
         assert answer.json()["error"]["type"] == "server_error"
-        engine.step = broken  # type: ignore[method-assign]
+        engine.step = failing_once(engine.step, RuntimeError("secret"))  # type: ignore[method-assign]
         events = http.post(CHAT, json=BODY | {"stream": True}).text
         assert '"server_error"' in events and "[DONE]" not in events
         assert http.post(CHAT, json=BODY).status_code == 200
@@ -179,15 +172,8 @@ def test_failed_step_is_a_500_for_its_requests_only() -> None:
 )
 def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
     engine, asking = tiny_engine(max_num_seqs=4), []
-    step, all_wait, num_steps = engine.step, threading.Event(), count(1)
-
-    def broken() -> Any:
-        all_wait.wait(60)
-        if next(num_steps) == 4:
-            raise error
-        return step()
-
-    engine.step = broken  # type: ignore[method-assign]
+    step, all_wait = failing_once(engine.step, error, after=3), threading.Event()
+    engine.step = lambda: all_wait.wait(60) and step()  # type: ignore[method-assign]
     with live_server(engine) as server, server.http() as http, ThreadPoolExecutor(6) as pool:
 
         def ask(number: int) -> httpx.Response:

@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from drafter.serving.ray_app import deployment_of, read_args
+from tests.data.tiny import save_target
 from tests.serving.live import offline
-from tests.serving.tiny import save_target
+from tests.serving.tiny import tiny_target
 from tests.tiny_files import make_drafter
 
 NUM_REQUESTS = 200
@@ -32,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from ray import serve
 
     folder = tmp_path_factory.mktemp("models")
-    target = save_target(folder / "target")
+    target = save_target(tiny_target(), folder / "target")
     models = {"target": target, "drafter": make_drafter(target, folder / "drafter")}
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:

@@ -1,8 +1,10 @@
 """A tiny random target with a byte-level tokenizer and chat template, and an untrained drafter for it, in memory."""
 
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import torch
 
@@ -23,14 +25,6 @@ def tiny_target() -> Target:
     return data_target(7, bos_token_id=0, max_position_embeddings=CONTEXT, initializer_range=0.3, **sizes)
 
 
-def save_target(folder: Path) -> str:
-    """The tiny target as a folder that ``--target`` takes."""
-    target = tiny_target()
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @cache
 def tiny_drafter(seed: int = 8) -> RecurrentDrafter:
     """An untrained drafter: wide beams make some of its drafts right."""
@@ -48,6 +42,11 @@ def break_for_good(engine: Engine) -> None:
         raise RuntimeError("broken")
 
     engine.step = engine.drop = fail  # type: ignore[method-assign]
+
+
+def failing_once(call: Callable[..., Any], error: Exception, *, after: int = 0) -> Any:
+    """The same function, which raises once, after some good calls."""
+    return Mock(wraps=call, side_effect=chain(repeat(DEFAULT, after), [error], repeat(DEFAULT)))
 
 
 def tiny_engine(**settings: object) -> Engine:

@@ -11,7 +11,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.targets import chat, loading
 from drafter.targets.target import Target
-from tests.data.tiny import tiny_target
+from tests.data.tiny import save_target, tiny_target
 from tests.targets.tiny_gguf import write_gguf
 
 Fields = dict[str, Any]
@@ -19,10 +19,7 @@ Fields = dict[str, Any]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    target = tiny_target()
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
+    return Path(save_target(tiny_target(), tmp_path / "target"))
 
 
 def change(file: Path, fields: Fields) -> None:

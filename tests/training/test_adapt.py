@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from drafter import Engine, SamplingParams
 from drafter.cli.main import main
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module
 from drafter.training.adapt import Figure, affordable, compared, prompts_of, split
 from drafter.training.module import DrafterModule
-from tests.tiny_files import SMALL_ADAPT, make_drafter, make_target
+from tests.tiny_files import SMALL_ADAPT, answered_prompts, make_drafter, make_target
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "target").symlink_to(make_target(folder))
     make_drafter(str(folder / "target"), folder / "drafter")
     (folder / "traffic").mkdir()
-    draw = random.Random(0)
-    prompts = [[draw.randrange(5, 90) for _ in range(4)] for _ in range(120)]
-    engine = Engine.load(str(folder / "target"), device="cpu", method="none")
-    answers = engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
-    rows = [{"prompt_token_ids": p, "token_ids": a.token_ids} for p, a in zip(prompts, answers, strict=True)]
-    lines = [json.dumps(row) + "\n" for row in rows]
+    lines = [json.dumps(row) + "\n" for row in answered_prompts(str(folder / "target"))]
     (folder / "traffic" / "traffic-1.jsonl").write_text("".join(lines[:60]) + lines[0] + '{"prompt_token')
     (folder / "traffic" / "traffic-2.jsonl").write_text("".join(lines[60:]))
     return folder

