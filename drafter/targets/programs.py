@@ -138,7 +138,7 @@ def open_programs(
         from drafter.targets import programs_writing as writing
 
         if folder.exists():
-            _log.warning("%s is damaged and made again", folder)
+            _log.warning("%s is damaged or a copy, and is made again", folder)
 
         with dropping(files):  # its memory is a part of the files where the numbers are stored in this format
             if read is None:
