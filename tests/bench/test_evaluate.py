@@ -46,17 +46,14 @@ def run(files: Path, url: str | None, **changes) -> tuple[int, dict]:
     return evaluate(EvaluateOptions(**options)), json.loads(out.read_text())
 
 
-def counts_of(*answers: list[int]) -> Acceptance:
-    counts = Acceptance()
-    for steps in answers:
-        counts.add(steps)
-    return counts
-
-
 def test_counts_of_steps() -> None:
-    one, both = counts_of([2, 0, 1]), counts_of([2, 0, 1]) + counts_of([3])
+    one, other = Acceptance(), Acceptance()
+    one.add([2, 0, 1])
+    other.add([3])
+    both = one + other
     assert one.as_json() == {"num_answers": 1, "num_steps": 3, "num_accepted": 3, "reached": [2, 1]}
-    assert both == counts_of([2, 0, 1], [3]) and both.reached == [3, 2, 1]
+    other.add([2, 0, 1])
+    assert both == other and both.reached == [3, 2, 1]
     assert both.accepted_per_step == 1.5
 
 

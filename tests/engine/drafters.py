@@ -41,18 +41,13 @@ def answers_of(target: Target, prompts: list[list[int]], params: SamplingParams 
 def trained_drafter(context: str = "last", head: str = "full", num_steps: int = 40) -> RecurrentDrafter:
     """A drafter trained for a second on the target's own answers, for :func:`shared_target`."""
     target = shared_target()
-    settings: dict[str, Any] = {"context_layers": (1, 2)} if context == "fused" else {}
+    settings: dict[str, Any] = {"context": context, "head": head, "num_res_blocks": 1}
+    if context == "fused":
+        settings["context_layers"] = (1, 2)
     if head == "tied":
         settings["draft_vocab_size"] = VOCAB - 7
     torch.manual_seed(0)
-    config = DrafterConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        context=context,
-        head=head,
-        num_res_blocks=1,
-        **settings,
-    )
+    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **settings)
     drafter = RecurrentDrafter(config).bind(target)
     if head == "tied":
         drafter.set_draft_token_ids(torch.arange(7, VOCAB)).bind(target)

@@ -1,5 +1,6 @@
 """A step on a GPU waits once, when it hands out its tokens; :mod:`tests.accelerator` counts reads without a GPU."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.runner import Runner
 from drafter.engine.settings import EngineConfig
-from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from drafter.targets.target import Target
+from tests.engine.drafters import prompts_for, trained_drafter
 from tests.engine.oracle import tiny_target
 
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -23,11 +25,9 @@ NUCLEUS = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1, 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, NUCLEUS], ids=["greedy", "sampled", "nucleus"])
 def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any wait but the handing out is an error."""
-    target, drafter = shared_target(), trained_drafter()
-    module: torch.nn.Module = drafter
-    target = type(target).from_model(tiny_target().model.to("cuda"), name="tiny-0")
-    module = module.to("cuda")
-    engine = Engine(target, drafter.bind(target), EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
+    target = Target.from_model(tiny_target().model.to("cuda"), name="tiny-0")
+    drafter = copy.deepcopy(trained_drafter()).to("cuda").bind(target)
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
     engine.reserve(150)
     for prompt in prompts_for(2, seed=1):
         engine.add(engine.make_request(prompt, params))
@@ -48,5 +48,3 @@ def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monk
         assert all(update.token_ids for update in engine.step())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        module.to("cpu")
-        drafter.bind(shared_target())

@@ -69,7 +69,7 @@ class Case:
         self.drafter.set_draft_token_ids(torch.randperm(self.vocab_size)[: self.draft_size].sort().values)
         embedding_VD = torch.randn(self.vocab_size, D)
         self.embed = lambda token: embedding_VD[token]
-        target = SimpleNamespace(
+        self._target = SimpleNamespace(
             name="t",
             vocab_size=self.vocab_size,
             hidden_size=D,
@@ -77,7 +77,6 @@ class Case:
             embed=self.embed,
             device=torch.device("cpu"),
         )
-        self._target = target
         texts = [[0] * rng.randrange(50) + [rng.randrange(self.vocab_size)] for _ in self.params]
         self.rows = rows_of(texts)._replace(
             context_BC=torch.randn(self.num_rows, D),

@@ -89,5 +89,5 @@ def is_ready(url: str) -> bool:
 def offline(messages: list[dict[str, str]] | str, **params: Any) -> Any:
     """The answer that plain decoding gives, without server or drafter."""
     engine = tiny_engine(method="none", tree_size=1)
-    fields = {"max_new_tokens": 24} | params
-    return engine.generate([messages], SamplingParams(**fields), raw=isinstance(messages, str))[0]
+    sampling = SamplingParams(**{"max_new_tokens": 24} | params)
+    return engine.generate([messages], sampling, raw=isinstance(messages, str))[0]

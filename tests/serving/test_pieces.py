@@ -10,13 +10,10 @@ from drafter.engine.request import IncrementalText, Request, Update
 from drafter.serving.answers import Answer, Model
 from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer
+from tests.engine.test_text import encode as ids
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
-
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
 def run(

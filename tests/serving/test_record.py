@@ -22,12 +22,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in traffic_files(folder) for line in file.read_text().splitlines()]
 
 
-def value(metrics: Metrics, name: str) -> float:
-    found = metrics.registry.get_sample_value(f"drafter_{name}")
-    assert found is not None
-    return found
-
-
 def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("x" * 2**21)
     recorder, row = Recorder(tmp_path, 1, Metrics()), traffic_row(range(10_000, 10_500), [0], {})
@@ -69,8 +63,9 @@ def test_a_full_disk_ends_the_recording_with_one_line(
         for _ in range(3):
             recorder.add(ROW)
         recorder.close()
-    assert len(caplog.records) == 1 and str(tmp_path) in caplog.text and value(metrics, "is_recording") == 0
-    assert value(metrics, "unrecorded_answers_total") == 2
+    assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
+    value_of = metrics.registry.get_sample_value
+    assert value_of("drafter_is_recording") == 0 and value_of("drafter_unrecorded_answers_total") == 2
     assert len(rows_of(tmp_path)) == 1, "no part of a line is left"
 
 
@@ -83,7 +78,8 @@ def test_a_slow_disk_costs_rows_and_no_memory(tmp_path: Path, monkeypatch: pytes
         recorder.add(ROW)
     is_free.set()
     recorder.close()
-    written, left_out = value(metrics, "recorded_answers_total"), value(metrics, "unrecorded_answers_total")
+    names = "drafter_recorded_answers_total", "drafter_unrecorded_answers_total"
+    written, left_out = map(metrics.registry.get_sample_value, names)
     assert written in (2, 3) and written + left_out == 10
 
 

@@ -32,10 +32,7 @@ NUM_NODES, NUM_SLOTS = 7, 40
 
 
 def tiny(name: str = "Llama", **changes: Any) -> Target:
-    config = TARGETS[name]()
-    for key, value in changes.items():
-        setattr(config, key, value)
-    return Target.from_model(build(config), name=name)
+    return Target.from_model(build(TARGETS[name](**changes)), name=name)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -19,11 +19,9 @@ NUM_NEW = 24
 
 
 def windowed(name: str) -> Target:
-    config = TARGETS[name]()
-    if name == "Qwen2":
-        config.use_sliding_window, config.sliding_window = True, WINDOW
-        config.layer_types = ["full_attention", "sliding_attention"]
-    return Target.from_model(build(config), name=name)
+    kinds = ["full_attention", "sliding_attention"]
+    mixed = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+    return Target.from_model(build(TARGETS[name](**(mixed if name == "Qwen2" else {}))), name=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -73,11 +71,6 @@ def test_window_examples() -> None:
 
 def test_a_window_that_is_switched_off_is_none_and_one_that_attention_ignores_is_refused() -> None:
     for name, settings in (("Mistral", {"sliding_window": None}), ("Qwen2", {"use_sliding_window": False})):
-        config = TARGETS[name]()
-        for key, value in settings.items():
-            setattr(config, key, value)
-        assert layer_windows(build(config), name).shortest is None
-    config = TARGETS["Llama"]()
-    config.sliding_window = WINDOW
+        assert layer_windows(build(TARGETS[name](**settings)), name).shortest is None
     with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):
-        Target.from_model(build(config), name="odd")
+        Target.from_model(build(TARGETS["Llama"](sliding_window=WINDOW)), name="odd")

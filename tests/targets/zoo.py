@@ -19,12 +19,12 @@ panel: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "s
 VOCAB: int = panel.VOCAB
 
 
-def _config(kind: str, **more: Any) -> Callable[[], PreTrainedConfig]:
-    """A function that makes the small configuration of a class ``KINDConfig``."""
+def _config(kind: str, **more: Any) -> Callable[..., PreTrainedConfig]:
+    """A function that makes the small configuration of a class ``KINDConfig``; it takes changes of the fields."""
 
-    def make() -> PreTrainedConfig:
+    def make(**changes: Any) -> PreTrainedConfig:
         config: PreTrainedConfig = panel.small_config(getattr(transformers, f"{kind}Config").model_type)
-        for name, value in more.items():
+        for name, value in (more | changes).items():
             setattr(config, name, value)
         return config
 
@@ -37,12 +37,12 @@ _KINDS = (
     "Cohere2", "Falcon", "OPT", "GPTJ", "Olmo3", "SmolLM3", "Starcoder2", "Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3",
     "Llama4Text",
 )  # fmt: skip
-TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {kind: _config(kind) for kind in _KINDS}
+TARGETS: dict[str, Callable[..., PreTrainedConfig]] = {kind: _config(kind) for kind in _KINDS}
 TARGETS["Granite"] = _config(
     "Granite", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2
 )
 # What cannot be a target, with a word of the sentence that says why.
-OTHERS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+OTHERS: dict[str, tuple[Callable[..., PreTrainedConfig], str]] = {
     "T5": (_config("T5"), "encoder-decoder"),
     "Mamba": (_config("Mamba"), "linear_attention"),
     "Lfm2": (_config("Lfm2"), "conv"),
