@@ -101,6 +101,7 @@ class IncrementalText:
         if not self.is_stopped:
             self.ends[-1:] = [self._advance(is_last=True)] if self.ends else []
             self._stop = ()
+        del self._decode  # an answer may be copied and pickled, and keeps no target in memory
 
     def take(self) -> str:
         """The text that became certain since the last call."""

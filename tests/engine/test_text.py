@@ -1,5 +1,7 @@
 """Text while tokens come: whole characters, stop strings across tokens, and in the end exactly the decoder's text."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -104,3 +106,10 @@ def test_streamed_text_is_whole_and_ends_at_a_stop_string_with_and_without_draft
             assert last.completion.token_ids == plain.token_ids == full.token_ids[: len(plain.token_ids)]
             text = "".join(event.text for event in events)
             assert text == last.completion.text == plain.text == full.text[: full.text.find(stop)]
+
+
+def test_an_ended_text_can_be_pickled_without_its_decoder() -> None:
+    text = IncrementalText(lambda token_ids: "a" * len(token_ids))
+    text.push(1)
+    text.finish()
+    assert pickle.loads(pickle.dumps(text)).text == "a"
