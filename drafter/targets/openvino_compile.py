@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter.kernels.pages import dropping, trim
+from drafter.kernels.pages import dropping, trim, use_huge_pages
 from drafter.targets.home import home_folder, is_whole, key_of
 from drafter.utils.io import write_atomic
 from drafter.utils.parse import read_json
@@ -63,6 +63,7 @@ class Program(NamedTuple):
                 request.set_input_tensor(index, tensor)
             request.infer()
         trim()
+        use_huge_pages()
         return request
 
 

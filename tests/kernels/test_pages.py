@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from drafter.kernels import pages
-from drafter.kernels.pages import dropping
+from drafter.kernels.pages import dropping, use_huge_pages
+
+THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are dropped on Linux only")
@@ -51,3 +53,15 @@ def test_memory_that_takes_the_place_of_an_unmapped_file_is_left_alone(
                 assert taken[::4096].min() == 7
     finally:
         sys.setswitchinterval(usual)
+
+
+@pytest.mark.skipif(
+    not Path(THP).exists() or "[never]" in Path(THP).read_text(), reason="this system gives no huge pages"
+)
+def test_large_private_memory_moves_to_huge_pages_and_keeps_its_content() -> None:
+    numbers = np.arange(2 << 20)  # 16 MiB, mapped on their own
+    use_huge_pages()
+    sizes = [int(line.split()[1]) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+             if line.startswith("AnonHugePages")]  # fmt: skip
+    assert sum(sizes) >= 12 << 10
+    assert (numbers == np.arange(2 << 20)).all()
