@@ -12,7 +12,6 @@ from pathlib import Path
 _PAGE_OUT = 21
 _HUGE_PAGE, _COLLAPSE = 14, 25  # advice of Linux for huge pages: now, and for pages that are there already
 _HUGE = 2 << 20  # bytes of a huge page of x86, and of 64-bit ARM with small pages
-_MOST_HUGE = 2**30  # bytes that a start collapses, in half a second
 _PAUSE = 0.05  # seconds in which a library reads some 100 MB
 
 
@@ -60,7 +59,7 @@ def trim() -> None:
 
 
 def use_huge_pages() -> None:
-    """Move the large private memory of this process to huge pages, up to 1 GiB, where Linux allows.
+    """Move the large private memory of this process to huge pages, where Linux allows.
 
     A forward of one token reads all weights: with small pages the look-ups of addresses slow a small target down. Linux
     gives huge pages on request only, and OpenVINO does not ask. The content stays.
@@ -68,12 +67,10 @@ def use_huge_pages() -> None:
     if not sys.platform.startswith("linux"):
         return
     madvise = ctypes.CDLL(None).madvise
-    left = _MOST_HUGE
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, _, _, inode, *_ = line.split(maxsplit=5)
         first, last = (int(edge, 16) for edge in span.split("-"))
         start, end = -(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE
-        if rights == "rw-p" and inode == "0" and 0 < end - start <= left:
-            left -= end - start
+        if rights == "rw-p" and inode == "0" and start < end:
             for advice in (_HUGE_PAGE, _COLLAPSE):
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

@@ -27,6 +27,9 @@ from drafter.utils.parse import read_json
 FORWARD, HEAD = "forward.xml", "head.xml"
 FACTS, ENDS = "facts.json", "ends.safetensors"
 FORMAT = "format-11"  # of such folders
+# Bytes of programs whose weights move to huge pages. The move costs seconds of a start where weights are many, and a
+# forward over many weights gains little.
+_MOST_HUGE = 2**30
 
 
 class Unsuitable(ValueError):
@@ -63,7 +66,8 @@ class Program(NamedTuple):
                 request.set_input_tensor(index, tensor)
             request.infer()
         trim()
-        use_huge_pages()
+        if sum(file.stat().st_size for file in self.file.parent.glob("*.bin")) <= _MOST_HUGE:
+            use_huge_pages()
         return request
 
 

@@ -53,10 +53,8 @@ def split_heads(ov: Any, model: Any) -> None:
         views = [view for (view,) in readers]
         shapes = [view.get_output_partial_shape(0) for view in views if view.get_type_name() == "Reshape"]
         sizes = {str(shape[3]) for shape in shapes if len(shape) == 4 and shape[3].is_static}
-        is_last = len(node.get_output_partial_shape(0)) == 3 and int(node.input_value(1).get_node().get_data()) in (
-            -1,
-            2,
-        )
+        axis = int(node.input_value(1).get_node().get_data())
+        is_last = len(node.get_output_partial_shape(0)) == 3 and axis in (-1, 2)
         if len(shapes) < len(views) or len(sizes) != 1 or not is_last:
             continue
         size = int(sizes.pop())
