@@ -66,7 +66,8 @@ class Program(NamedTuple):
                 request.set_input_tensor(index, tensor)
             request.infer()
         trim()
-        if sum(file.stat().st_size for file in self.file.parent.glob("*.bin")) <= _MOST_HUGE:
+        num_bytes = sum(file.stat().st_size for file in self.file.parent.glob("*.bin"))
+        if self.file.name == FORWARD and num_bytes <= _MOST_HUGE:  # the output matrix is packed before
             use_huge_pages()
         return request
 
