@@ -170,8 +170,9 @@ class _Point:
     ) -> BenchRecord:
         """The part of a record that one run measured."""
         used = {} if spec.is_peer else asdict(self._plan(spec))
-        if used.get("tuned"):
-            used["tuned"] = Path(used["tuned"]).name  # paths of this machine stay out of results
+        if used.get("tuned"):  # paths of this machine stay out of results
+            name = Path(used["tuned"]).name
+            used |= {"tuned": name, "reason": used["reason"].replace(used["tuned"], name)}
         workload, made_by = self.workload, run_record()
         machine = {"device": device_name(self.models.target.device), "threads": torch.get_num_threads()}
         return {
