@@ -27,9 +27,9 @@ from drafter.utils.parse import read_json
 FORWARD, HEAD = "forward.xml", "head.xml"
 FACTS, ENDS = "facts.json", "ends.safetensors"
 FORMAT = "format-11"  # of such folders
-# Bytes of programs whose weights move to huge pages. The move costs seconds of a start where weights are many, and a
-# forward over many weights gains little.
-_MOST_HUGE = 2**30
+# Bytes of programs whose weights move to huge pages. Where weights are many, the move costs seconds of a start, and a
+# forward gains nothing (docs/notebook.md).
+_MOST_HUGE = 2**29
 
 
 class Unsuitable(ValueError):
