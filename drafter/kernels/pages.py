@@ -10,7 +10,7 @@ from pathlib import Path
 # Advice of Linux that loses nothing wherever it goes: another thread may unmap a file and get memory at the same place
 # between our look at the map and our advice, and a page of a private mapping may have been written to.
 _PAGE_OUT = 21
-_HUGE_PAGE, _COLLAPSE = 14, 25  # advice of Linux for huge pages: now, and for pages that are there already
+_HUGE_PAGE, _COLLAPSE = 14, 25  # for pages that come later, and, from Linux 6.1 on, for pages that are there
 _HUGE = 2 << 20  # bytes of a huge page of x86, and of 64-bit ARM with small pages
 _PAUSE = 0.05  # seconds in which a library reads some 100 MB
 
@@ -28,15 +28,12 @@ def dropping(places: Sequence[Path | str]) -> Iterator[None]:
     if not sys.platform.startswith("linux"):
         yield
         return
-    madvise = ctypes.CDLL(None).madvise
     names, stop = tuple(str(Path(place).resolve()) for place in places), threading.Event()
 
     def drop() -> None:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, rights, _, _, _, *file = line.split(maxsplit=5)
-            if rights[0] == "r" and file and file[0].startswith(names):
-                start, end = (int(edge, 16) for edge in span.split("-"))
-                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _PAGE_OUT)
+        for start, end, rights, file in _mappings():
+            if rights[0] == "r" and file.startswith(names):
+                _advise(start, end, _PAGE_OUT)
 
     def watch() -> None:
         while not stop.wait(_PAUSE):
@@ -61,16 +58,25 @@ def trim() -> None:
 def use_huge_pages() -> None:
     """Move the large private memory of this process to huge pages, where Linux allows.
 
-    A forward of one token reads all weights: with small pages the look-ups of addresses slow a small target down. Linux
-    gives huge pages on request only, and OpenVINO does not ask. The content stays.
+    A forward of one token reads all weights: with small pages the look-ups of addresses slow a small target down. Most
+    systems give huge pages on request only, and OpenVINO does not ask. The content stays.
     """
     if not sys.platform.startswith("linux"):
         return
-    madvise = ctypes.CDLL(None).madvise
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, _, _, inode, *_ = line.split(maxsplit=5)
-        first, last = (int(edge, 16) for edge in span.split("-"))
+    for first, last, rights, file in _mappings():
         start, end = -(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE
-        if rights == "rw-p" and inode == "0" and start < end:
+        if rights == "rw-p" and not file.startswith("/") and start < end:
             for advice in (_HUGE_PAGE, _COLLAPSE):
-                madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+                _advise(start, end, advice)
+
+
+def _mappings() -> Iterator[tuple[int, int, str, str]]:
+    """Start, end, rights and file of each mapping of this process; private memory has no file, or `[a name]`."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, _, *file = line.split(maxsplit=5)
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        yield start, end, rights, "".join(file)
+
+
+def _advise(start: int, end: int, advice: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

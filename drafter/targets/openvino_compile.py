@@ -66,9 +66,10 @@ class Program(NamedTuple):
                 request.set_input_tensor(index, tensor)
             request.infer()
         trim()
-        num_bytes = sum(file.stat().st_size for file in self.file.parent.glob("*.bin"))
-        if self.file.name == FORWARD and num_bytes <= _MOST_HUGE:  # the output matrix is packed before
-            use_huge_pages()
+        if self.file.name == FORWARD:  # the output matrix is packed before
+            num_bytes = sum(file.stat().st_size for file in self.file.parent.glob("*.bin"))
+            if num_bytes <= _MOST_HUGE:
+                use_huge_pages()
         return request
 
 
