@@ -7,7 +7,7 @@ Shapes: B rows · T tokens of a forward · S visible cache slots · V vocabulary
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
 from drafter.targets.openvino_compile import Unsuitable
 from drafter.targets.programs import Programs, ProgramsModel, open_programs
 from drafter.targets.quantized import dense_weight, has_plain_weights
+from drafter.targets.slots import TargetOutput as TargetOutput
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
 from drafter.utils.validate import require_choice
@@ -43,13 +44,6 @@ _log = logging.getLogger(__name__)
 RUNTIMES = ("auto", "torch", "openvino")
 QUANTIZATIONS = ("none", *BITS)
 MAX_POSITIONS = 2**31 - 1  # of a target that states no number, or a larger one
-
-
-class TargetOutput(NamedTuple):
-    """One forward: the final hidden states (after the last norm) and what a drafter takes as context."""
-
-    hidden_BTD: Tensor
-    context_BTC: Tensor
 
 
 class Target:

@@ -1,0 +1,127 @@
+"""The protocol of a runtime: who runs a target's forward, and what the rest of the project may ask of a runtime.
+
+Shapes: B rows · T tokens of one forward · L moved slots · V vocabulary · D hidden size · C context size (D, or D times
+the number of selected layers).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from drafter.targets.slots import Slots as Slots
+from drafter.targets.slots import TargetOutput as TargetOutput
+
+
+class Traits(NamedTuple):
+    """Facts about a runtime and the weights that the runtime holds.
+
+    Attributes:
+        number_format: as people read the format: ``float32``, ``bfloat16``, ``float16``, ``stored``.
+        is_compilable: torch may record whole steps: plain weights on one device, one store of slots.
+        is_trainable: hidden states may be computed by the modules of torch, whose weights can be read and trained.
+        is_exact: tree, batch and chunk change no bit of a token's logits.
+        is_sharded: other processes hold parts of the weights, and take part in every forward.
+        has_plain_logits: logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap).
+        max_rows: rows of a step that pay by default on this device; None: the device's own default.
+        layer_devices: where each layer computes; empty: all on one device.
+    """
+
+    number_format: str
+    is_compilable: bool = False
+    is_trainable: bool = False
+    is_exact: bool = False
+    is_sharded: bool = False
+    has_plain_logits: bool = True
+    max_rows: int | None = None
+    layer_devices: tuple[torch.device, ...] = ()
+
+
+class RowCache(Protocol):
+    """Keys and values of ``num_rows`` rows and ``num_slots`` slots; a spare slot of each row takes padding.
+
+    Its tensors belong to the runtime that made the cache.
+    """
+
+    num_rows: int
+    num_slots: int
+    spare_slot: int
+
+    def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
+        """Copy slots within rows 0 .. B-1, all layers at once; every source is read before anything is written."""
+
+    def copy_row(self, source: int, destination: int, num_slots: int) -> None:
+        """Copy the first ``num_slots`` slots of one row over those of another row."""
+
+
+C = TypeVar("C", bound=RowCache)
+
+
+class Runtime(Protocol[C]):
+    """Runs a target's forward.
+
+    Attributes:
+        name: word of ``--runtime``.
+        device: where token ids go and hidden states come from.
+        dtype: of embeddings, hidden states and contexts.
+        traits: what others ask instead of looking inside.
+        vocab_size, hidden_size: V, D.
+        num_parameters: each shared one once.
+    """
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    traits: Traits
+    vocab_size: int
+    hidden_size: int
+    num_parameters: int
+
+    @property
+    def embedding_weight_VD(self) -> Tensor:
+        """Input embeddings as plain numbers, [V, D]; may be made at the first call."""
+        ...
+
+    @property
+    def output_weight_VD(self) -> Tensor:
+        """The output matrix as plain numbers, [V, D]; may be made at the first call."""
+        ...
+
+    def embed(self, token: Tensor) -> Tensor:
+        """Input embeddings as the first layer gets them, scale included: int64 [...] -> [..., D]."""
+        ...
+
+    def new_cache(self, num_rows: int, num_slots: int, *, exact_attention: bool = False) -> C:
+        """An empty cache; 0 rows and 0 slots are allowed.
+
+        Raises:
+            ValueError: the runtime has no exact attention, and does not need it (``traits.is_exact``) either.
+        """
+        ...
+
+    def cache_bytes(self, num_rows: int, num_slots: int) -> int:
+        """Bytes that a cache of this size takes."""
+        ...
+
+    def forward(
+        self, token_BT: Tensor, slots: Slots | None, cache: C | None, context_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """Run the decoder without its output matrix, and write keys and values to the tokens' slots.
+
+        Args:
+            token_BT: int64 [B, T].
+            slots: where the tokens stand. None, as is ``cache``: a causal forward from position 0, nothing kept; padding
+                on the right is harmless.
+            cache: of this runtime.
+            context_layers: indices into the hidden states (0 = embeddings, i = after layer i; the last layer's index
+                gives the states after the final norm) that make the context. Empty: the final hidden states.
+
+        Returns:
+            hidden [B, T, D], after the final norm, and context [B, T, C].
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output logits [..., V] of final hidden states [..., D], scaling and soft cap included."""
+        ...
