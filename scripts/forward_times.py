@@ -28,7 +28,7 @@ from drafter.bench.backends import PeerProcess
 from drafter.bench.measure import peak_memory
 from drafter.targets.catalog import gguf_file
 from drafter.targets.home import home_folder
-from drafter.targets.masks import chunk_mask
+from drafter.targets.slots import Slots
 from drafter.targets.target import QUANTIZATIONS, Target
 from drafter.utils.io import append, replacing
 from drafter.utils.provenance import run_record
@@ -123,11 +123,9 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
                 token_BN = torch.arange(size)[None]
                 position_BN = NUM_CONTEXT + token_BN
                 num_visible = max(64, size) + NUM_CONTEXT
-                mask = chunk_mask(torch.full((1,), NUM_CONTEXT), size, num_visible)
+                slots = Slots(position_BN, position_BN, None, num_visible=num_visible)
                 start = time.perf_counter()
-                cache.plan(position_BN, num_visible=num_visible)
-                inputs: dict[str, Any] = {"position_BT": position_BN, "mask": mask, "cache": cache}
-                target.logits(target.forward(token_BN, **inputs).hidden_BTD)
+                target.logits(target.forward(token_BN, slots, cache).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
     ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
     first_ms = times[SIZES[0]][0]

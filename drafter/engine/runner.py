@@ -19,8 +19,8 @@ from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
-from drafter.targets.masks import chunk_mask, tree_mask
-from drafter.targets.target import Target, TargetOutput
+from drafter.targets.slots import Slots, TargetOutput
+from drafter.targets.target import Target
 
 _NO_PARAMS = SamplingParams()  # of rows without a request
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
@@ -120,14 +120,9 @@ class Runner:
         # Padding writes to the spare slot, which no query sees.
         slot_BT = torch.where(offset_T < size_B[:, None], position_BT, self.cache.spare_slot)
         num_visible = self.visible_slots(max(chunk.start for chunk in chunks) + width)
-        self.cache.plan(slot_BT, first_row=first, num_visible=num_visible)
-        output = self.target.forward(
-            token_BT,
-            position_BT=position_BT.clamp_max(self.target.max_length - 1),
-            mask=chunk_mask(start_B, width, num_visible),
-            cache=self.cache,
-            context_layers=self._context_layers,
-        )
+        position_BT = position_BT.clamp_max(self.target.max_length - 1)
+        slots = Slots(slot_BT, position_BT, None, first, num_visible)
+        output = self.target.forward(token_BT, slots, self.cache, self._context_layers)
         span = slice(first, first + len(chunks))
         context_BTC = output.context_BTC
         last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, context_BTC.shape[2])
@@ -295,15 +290,10 @@ class Runner:
         slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
         # Inactive rows, the rows of finished requests included, write to the spare slot and keep their own slots.
         slot_BN = torch.where(active_B[:, None], slot_BN, self.cache.spare_slot)
-        self.cache.plan(slot_BN, num_visible=num_visible)
-        output = self.target.forward(
-            token_BN,
-            # Nodes past the end of the context only fill the shape; no token past the end is kept.
-            position_BT=(length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1),
-            mask=tree_mask(length_B, ancestor_BNN, num_visible),
-            cache=self.cache,
-            context_layers=self._context_layers,
-        )
+        # Nodes past the end of the context only fill the shape; no token past the end is kept.
+        position_BN = (length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1)
+        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=num_visible)
+        output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
 
     def _commit_rows(

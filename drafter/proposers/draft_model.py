@@ -12,7 +12,7 @@ from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Drafting
 from drafter.targets.cache import SlotCache
-from drafter.targets.masks import chunk_mask
+from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 
 _PREFILL_CHUNK = 256  # prompt tokens per forward
@@ -131,14 +131,9 @@ class DraftModelProposer(Proposer):
         if rows is not None:
             num_visible = rows.num_visible
             slot_BT = torch.where(rows.is_active_B[:, None], position_BT, self._cache.spare_slot)
-        self._cache.plan(slot_BT, first_row=first_row, num_visible=num_visible)
-        output = self._draft.forward(
-            token_BT,
-            position_BT=position_BT.clamp_max(self._draft.max_length - 1),
-            mask=chunk_mask(start_B, num_tokens, num_visible),
-            cache=self._cache,
-        )
-        return output.hidden_BTD
+        position_BT = position_BT.clamp_max(self._draft.max_length - 1)
+        slots = Slots(slot_BT, position_BT, None, first_row, num_visible)
+        return self._draft.forward(token_BT, slots, self._cache).hidden_BTD
 
 
 def check_same_vocabulary(draft: Target, target: Target) -> None:

@@ -111,8 +111,8 @@ class Runtime(Protocol[C]):
 
         Args:
             token_BT: int64 [B, T].
-            slots: where the tokens stand. None, as is ``cache``: a causal forward from position 0, nothing kept; padding
-                on the right is harmless.
+            slots: where the tokens stand. None, as is ``cache``: a causal forward from position 0, nothing kept;
+                padding on the right is harmless.
             cache: of this runtime.
             context_layers: indices into the hidden states (0 = embeddings, i = after layer i; the last layer's index
                 gives the states after the final norm) that make the context. Empty: the final hidden states.

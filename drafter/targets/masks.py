@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from drafter.targets.slots import Slots
+
 
 class Window(NamedTuple):
     """How far a windowed attention layer sees.
@@ -64,24 +66,30 @@ def slot_positions(slot_BT: Tensor, position_BT: Tensor, num_slots: int) -> Tens
     return position_BS[:, :num_slots]
 
 
-def chunk_mask(start_B: Tensor, num_tokens: int, num_slots: int) -> Tensor:
-    """Causal mask of a chunk of ``num_tokens`` consecutive tokens whose first one goes to slot ``start``.
+def slots_mask(slots: Slots) -> Tensor:
+    """What the tokens of a forward see, bool [B, 1, T, S]: :func:`causal_mask` or :func:`tree_mask`."""
+    if slots.ancestor_BTT is None:
+        return causal_mask(slots.position_BT, slots.num_visible)
+    # The root's position is its row's length, in rows whose writes go to the spare slot as well.
+    return tree_mask(slots.position_BT[:, 0], slots.ancestor_BTT, slots.num_visible)
 
-    Token t of row b sees the slots 0 .. start[b] + t. For start = [1], two tokens and four slots::
+
+def causal_mask(position_BT: Tensor, num_slots: int) -> Tensor:
+    """Mask of tokens whose slots are their positions: each sees the slots up to its own.
+
+    For positions [1, 2] and four slots::
 
         [[1, 1, 0, 0],
          [1, 1, 1, 0]]
 
     Args:
-        start_B: first slot of the chunk, int64 [B].
-        num_tokens: T.
+        position_BT: int64 [B, T].
         num_slots: S, the visible slots.
 
     Returns:
         bool [B, 1, T, S].
     """
-    slot_S = torch.arange(num_slots, device=start_B.device)
-    position_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
+    slot_S = torch.arange(num_slots, device=position_BT.device)
     return (slot_S <= position_BT[:, :, None])[:, None]
 
 

@@ -20,7 +20,7 @@ class Slots(NamedTuple):
         ancestor_BTT: bool [B, T, T]; [b, i, j] is True where j is i or an ancestor of i. Token i sees the committed
             slots 0 .. slot_BT[b, 0] - 1 and its ancestors' slots. A row whose slots are all the spare one computes
             something finite that nobody reads. None: causal; a token in slot s stands at position s and sees the slots
-            0 .. s.
+            0 .. s; what padding computes, nobody reads.
         first_row: rows first_row .. first_row + B - 1 of the cache take part.
         num_visible: attention looks at the slots 0 .. num_visible - 1; at least the last slot in use + 1, the spare one
             left out. Often rounded up, so that shapes repeat.

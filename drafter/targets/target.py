@@ -27,11 +27,11 @@ from drafter.targets.loading import (
     resolve_dtype,
     suits_openvino,
 )
-from drafter.targets.masks import chunk_mask, slot_positions, tree_mask
+from drafter.targets.masks import slot_positions, slots_mask
 from drafter.targets.openvino_compile import Unsuitable
 from drafter.targets.programs import Programs, ProgramsModel, open_programs
 from drafter.targets.quantized import dense_weight, has_plain_weights
-from drafter.targets.slots import TargetOutput as TargetOutput
+from drafter.targets.slots import Slots, TargetOutput
 from drafter.targets.stored import BITS, StoredMatrix, round_linears
 from drafter.utils.io import first_line
 from drafter.utils.validate import require_choice
@@ -310,9 +310,7 @@ class Target:
     def forward(
         self,
         token_BT: Tensor,
-        *,
-        position_BT: Tensor | None = None,
-        mask: Tensor | None = None,
+        slots: Slots | None = None,
         cache: SlotCache | None = None,
         context_layers: Sequence[int] = (),
     ) -> TargetOutput:
@@ -320,16 +318,20 @@ class Target:
 
         Args:
             token_BT: int64 [B, T].
-            position_BT: absolute positions, int64 [B, T]; 0 .. T-1 when None.
-            mask: bool [B, 1, T, S], True = may be seen; None means causal (padding on the right is then harmless).
-            cache: where keys and values go; :meth:`SlotCache.plan` says which slots.
+            slots: where the tokens stand in ``cache``. Without both the forward is causal, from position 0
+                on, and padding on the right is harmless.
+            cache: where keys and values go.
             context_layers: indices into the hidden states (0 = embeddings, i = after layer i) that the drafter takes as
                 context instead of the final hidden state.
 
         Returns:
             hidden [B, T, D] and context [B, T, C].
         """
-        assert cache is None or mask is not None, "a forward over a slot cache needs its mask"
+        assert (slots is None) == (cache is None), "slots are those of a cache"
+        mask = position_BT = None
+        if slots is not None and cache is not None:
+            cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
+            mask, position_BT = slots_mask(slots), slots.position_BT
         if self.runtime is not None:
             if cache is None:
                 return self._forward_alone(token_BT, context_layers)
@@ -356,9 +358,8 @@ class Target:
         num_rows, num_tokens = token_BT.shape
         cache = self.new_cache(num_rows, num_tokens)
         position_BT = torch.arange(num_tokens).expand(num_rows, -1)
-        cache.plan(position_BT)
-        mask = chunk_mask(torch.zeros(num_rows, dtype=torch.int64), num_tokens, num_tokens)
-        return self.forward(token_BT, position_BT=position_BT, mask=mask, cache=cache, context_layers=context_layers)
+        slots = Slots(position_BT, position_BT, None, num_visible=num_tokens)
+        return self.forward(token_BT, slots, cache, context_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
@@ -540,12 +541,11 @@ def _run_small_tree(target: Target) -> tuple[Tensor, Tensor, Tensor]:
     cache = target.new_cache(2, num_slots)
     length_B = torch.tensor(sizes, device=device)
     position_T = torch.arange(5, device=device)
-    cache.plan(torch.where(position_T < length_B[:, None], position_T, cache.spare_slot), num_visible=num_slots)
-    mask = chunk_mask(torch.zeros_like(length_B), 5, num_slots)
-    target.forward(prefix_BT, position_BT=position_T.expand(2, -1), mask=mask, cache=cache)
-    cache.plan(length_B[:, None] + position_T, num_visible=num_slots)
-    mask = tree_mask(length_B, ancestor_NN.expand(2, -1, -1), num_slots)
-    hidden_BND = target.forward(tree_BN, position_BT=length_B[:, None] + depth_N, mask=mask, cache=cache).hidden_BTD
+    slot_BT = torch.where(position_T < length_B[:, None], position_T, cache.spare_slot)
+    target.forward(prefix_BT, Slots(slot_BT, position_T.expand(2, -1), None, num_visible=num_slots), cache)
+    slot_BN, position_BN = length_B[:, None] + position_T, length_B[:, None] + depth_N
+    slots = Slots(slot_BN, position_BN, ancestor_NN.expand(2, -1, -1), num_visible=num_slots)
+    hidden_BND = target.forward(tree_BN, slots, cache).hidden_BTD
 
     # Rows of plain causal forwards, padded on the right: root a c, root b d, and all five in a row.
     orders = ([0, 1, 3], [0, 2, 4], [0, 1, 2, 3, 4])

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.target import Target, TargetOutput
+from drafter.targets.slots import TargetOutput
+from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
 from drafter.training.checkpoint import last_checkpoint
 from drafter.training.losses import count_better, exact_loss, sampled_loss

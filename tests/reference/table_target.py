@@ -11,7 +11,8 @@ import math
 import torch
 
 from drafter.targets.cache import CacheShape, SlotCache
-from drafter.targets.target import TargetOutput
+from drafter.targets.masks import slots_mask
+from drafter.targets.slots import TargetOutput
 
 MEMORY = 2  # generated tokens that the logits depend on
 
@@ -48,14 +49,15 @@ class TableTarget:
         assert not exact_attention
         return SlotCache(self.cache_shape, num_rows, num_slots, dtype=torch.int64, device=self.device)
 
-    def forward(self, token_BT, *, position_BT=None, mask=None, cache=None, context_layers=()):
+    def forward(self, token_BT, slots, cache, context_layers=()):
         assert not context_layers
-        stored = cache.update(token_BT[:, None, :, None], position_BT[:, None, :, None], 0)
+        cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
+        stored = cache.update(token_BT[:, None, :, None], slots.position_BT[:, None, :, None], 0)
         token_BS, position_BS = (each[:, 0, :, 0] for each in stored)
         place_BS = position_BS - self.prompt_length  # 0 for the first generated token
         is_read_BS = (place_BS >= 0) & (place_BS < MEMORY)
         digit_BS = torch.where(is_read_BS, (token_BS + 1) * (self.vocab_size + 1) ** place_BS.clamp(0, MEMORY), 0)
-        code_BT = (mask[:, 0] * digit_BS[:, None]).sum(dim=2)
+        code_BT = (slots_mask(slots)[:, 0] * digit_BS[:, None]).sum(dim=2)
         # Nodes at equal places would add up to no code at all; only a wrong mask lets a node see two of them.
         hidden_BTD = self.table[code_BT.clamp_max(len(self.table) - 1)]
         return TargetOutput(hidden_BTD, hidden_BTD)

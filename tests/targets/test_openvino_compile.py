@@ -10,6 +10,7 @@ import torch
 
 from drafter.targets import openvino_compile
 from drafter.targets.openvino_compile import Program, Start, programs_home, starting
+from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny
 
@@ -46,9 +47,7 @@ def states(folder: Path, *, layers: tuple[int, ...] = (), **options: Any) -> tup
         target = Target.load(str(folder), **options)
     cache = target.new_cache(1, 8)
     token_BT = torch.arange(5)[None]
-    cache.plan(token_BT)
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
-    output = target.forward(token_BT, position_BT=token_BT, mask=mask, cache=cache, context_layers=layers)
+    output = target.forward(token_BT, Slots(token_BT, token_BT, None, num_visible=8), cache, layers)
     return output.hidden_BTD, ahead
 
 

@@ -10,9 +10,9 @@ import torch
 
 from drafter.targets import loading
 from drafter.targets.catalog import stored_file
-from drafter.targets.masks import chunk_mask
 from drafter.targets.openvino_compile import import_openvino
 from drafter.targets.programs import open_programs
+from drafter.targets.slots import Slots
 from drafter.targets.stored import read_matrix, round_linears, round_matrix
 from drafter.targets.target import Target
 from tests.targets.test_target import tiny
@@ -128,10 +128,8 @@ def assert_tokens_of_one_forward_see_each_other_as_later_tokens_will(target: Tar
         cache, start, found = target.new_cache(1, 16), 0, []
         for size in sizes:
             position_BT = torch.arange(start, start + size)[None]
-            cache.plan(position_BT)
-            mask = chunk_mask(torch.tensor([start]), size, 16)
-            inputs: dict[str, Any] = {"position_BT": position_BT, "mask": mask, "cache": cache}
-            found.append(target.forward(token_BT[:, start : start + size], **inputs).hidden_BTD)
+            slots = Slots(position_BT, position_BT, None, num_visible=16)
+            found.append(target.forward(token_BT[:, start : start + size], slots, cache).hidden_BTD)
             start += size
         return torch.cat(found, 1).float()
 

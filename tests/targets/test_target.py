@@ -21,7 +21,7 @@ from drafter.targets import loading
 from drafter.targets.cache import SlotCache
 from drafter.targets.capabilities import fingerprint_of
 from drafter.targets.loading import resolve_device, resolve_dtype
-from drafter.targets.masks import chunk_mask, tree_mask
+from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from tests.engine.oracle import answer, oracle, requests
 from tests.serving.tiny import tiny_target as tiny_chat_target
@@ -48,10 +48,8 @@ def prefill(target: Target, cache: SlotCache, prefixes: list[list[int]]) -> None
         slot_BT = torch.tensor(
             [[start + i if i < len(part) else cache.spare_slot for i in range(width)] for part in parts]
         )
-        start_B = torch.full((len(parts),), start)
-        cache.plan(slot_BT, num_visible=NUM_SLOTS)
         position_BT = (start + torch.arange(width)).expand(len(parts), -1)
-        target.forward(token_BT, position_BT=position_BT, mask=chunk_mask(start_B, width, NUM_SLOTS), cache=cache)
+        target.forward(token_BT, Slots(slot_BT, position_BT, None, num_visible=NUM_SLOTS), cache)
 
 
 @torch.no_grad()
@@ -67,10 +65,9 @@ def check_trees_over_ragged_rows(target: Target, plain: Target) -> None:
         token_BN, ancestor_BNN = tokens(3, NUM_NODES, seed=seed), ancestors(torch.tensor(parents), NUM_NODES)
         depth_BN = ancestor_BNN.sum(-1) - 1
         num_visible = int(length_B.max()) + NUM_NODES
-        cache.plan(length_B[:, None] + torch.arange(NUM_NODES), num_visible=num_visible)
-        mask = tree_mask(length_B, ancestor_BNN, num_visible)
-        position_BN = length_B[:, None] + depth_BN
-        hidden_BND = target.forward(token_BN, position_BT=position_BN, mask=mask, cache=cache).hidden_BTD
+        slot_BN, position_BN = length_B[:, None] + torch.arange(NUM_NODES), length_B[:, None] + depth_BN
+        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=num_visible)
+        hidden_BND = target.forward(token_BN, slots, cache).hidden_BTD
         for row, node in itertools.product(range(3), range(NUM_NODES)):
             path = texts[row] + token_BN[row, path_to(parents[row], node)].tolist()
             wanted_D = plain.forward(torch.tensor([path])).hidden_BTD[0, -1]
