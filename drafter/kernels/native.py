@@ -57,7 +57,7 @@ class Layer(_Structure):
     """A decoder layer."""
 
     _fields_ = [
-        ("qkv", Matrix), ("output", Matrix), ("up", Matrix), ("down", Matrix),
+        ("qkv", Matrix * 3), ("up", Matrix * 2), ("output", Matrix), ("down", Matrix),
         ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
         ("query", Norm), ("key", Norm), ("rotary", _int), ("window", _int),
     ]  # fmt: skip

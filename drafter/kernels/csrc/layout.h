@@ -44,8 +44,9 @@ struct Rotary {
 };
 
 struct Layer {
-  Matrix qkv;                        // rows of query, then key, then value
-  Matrix output, up, down;           // up: rows of gate, then up, where the layer has a gate
+  Matrix qkv[3];                     // query, key, value; where the first has the rows of all three, the others are not there
+  Matrix up[2];                      // gate, up; the first has the rows of both, or of up alone where the layer has no gate
+  Matrix output, down;
   Norm before_attention, after_attention, before_mlp, after_mlp, query, key;
   int32_t rotary;                    // index into the model's rotations; -1: the layer rotates nothing
   int32_t window;                    // a token sees itself and the window - 1 positions before; 0: all
