@@ -16,7 +16,8 @@
 // Worked example, Q8_0: weight (o = 3, k = 37) of a matrix of 64 inputs lies in group 1 of block 0, j = 1, i = 1: byte
 // 32 + 64 + 12 + 1 of the group, whose first 32 bytes are the scales.
 //
-// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32.
+// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32, the
+// head_dim of values padded to a multiple of 16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
