@@ -22,7 +22,7 @@ class BuildKernels(build_ext):
         compiler, scratch = self.compiler, self.build_temp
         objects: list[str] = []
         # No -ffast-math and no contraction: a sum has one order, whatever stands beside.
-        flags = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w"]
+        flags = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w", "-g0"]
         for source in extension.sources:
             own = next((FLAGS[name] for name in FLAGS if source.endswith(f"{name}.cpp")), "")
             objects += compiler.compile([source], output_dir=scratch, extra_postargs=[*flags, *own.split()])

@@ -39,22 +39,24 @@ INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
 INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
 
 struct Work {  // of one call: activations of N tokens
-  Memory memory[12]; int N = 0;
-  float *x, *y, *qkv, *heads, *up, *rows; int8_t* q; float* scale; int32_t* total;
-  long stride = 0;  // of rows, q
+  Memory memory[10]; int N = 0;
+  float *x, *y, *qkv, *heads, *up, *rows;
+  long stride = 0;  // of rows
+  Rows input;       // of the next product, in panels
   void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
     N = n; stride = padded(widest, GROUP);
     x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
     up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
-    q = (int8_t*)memory[6].need((n * stride + 3) / 4); scale = memory[7].need(n * stride / GROUP); total = (int32_t*)memory[8].need(n * stride / 16);
+    const int R = panel_rows(n); const long all = padded(n, R) * stride;
+    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), (int32_t*)memory[9].need(all / 16), stride, R};
   }
   float* row(long n) const { return rows + n * stride; }
-  void close(long n, long inputs, bool is_rounded) const {  // after row(n) was written: padding, and the same in 8 bits
-    const long k = padded(inputs, GROUP);
-    for (long i = inputs; i < k; i++) row(n)[i] = 0;
-    if (is_rounded) round_row(row(n), k, q + n * stride, scale + n * stride / GROUP, total + n * stride / 16);
+  void close(int n, long inputs, const Matrix* consumers, int num) const {  // row(n) was written: place it as the next products read it
+    bool as_numbers = false, as_integers = false;
+    for (int i = 0; i < num; i++) if (is_there(consumers[i])) (rounds(consumers[i]) ? as_integers : as_numbers) = true;
+    if (as_numbers) place(input, n, row(n), inputs, padded(inputs, GROUP), false);
+    if (as_integers) place(input, n, row(n), inputs, padded(inputs, GROUP), true);
   }
-  Rows activations() const { return {rows, q, scale, total, stride}; }
 };
 struct Product { const Matrix* matrix; float* to; };
 static void multiply(Step& step, const Work& w, const Product* products, int num, long width) {
@@ -65,7 +67,7 @@ static void multiply(Step& step, const Work& w, const Product* products, int num
     int from = c * chunk, to = lesser(blocks, from + chunk), before = 0;
     for (int i = 0; i < num; i++) {
       const int mine = padded(products[i].matrix->outputs, BLOCK) / BLOCK, a = bigger(from - before, 0), b = lesser(to - before, mine);
-      if (a < b) multiply(*products[i].matrix, a, b, w.activations(), w.N, products[i].to, width);
+      if (a < b) multiply(*products[i].matrix, a, b, w.input, w.N, products[i].to, width);
       before += mine;
     }
   });
@@ -81,10 +83,9 @@ struct Call {
         memcpy(states + ((long)i * tokens.num_rows * tokens.num_tokens + token[n].index) * m.hidden_size, work.x + (long)n * m.hidden_size, 4l * m.hidden_size);
   }
   void input(const Norm& before, const Matrix* consumers, int num, int n) const {  // the next matrices' row of token n
-    const float* x = work.x + (long)n * m.hidden_size; float* row = work.row(n); bool is_rounded = false;
-    for (int i = 0; i < num; i++) is_rounded |= rounds(consumers[i]);
+    const float* x = work.x + (long)n * m.hidden_size; float* row = work.row(n);
     if (before.kind == NO_NORM) memcpy(row, x, 4l * m.hidden_size); else norm(before, x, row);
-    work.close(n, m.hidden_size, is_rounded);
+    work.close(n, m.hidden_size, consumers, num);
   }
   void add(const Norm& after, int n) const {
     float *x = work.x + (long)n * m.hidden_size, *y = work.y + (long)n * m.hidden_size;
@@ -155,13 +156,13 @@ struct Call {
       multiply(step, work, qkv, is_there(l.qkv[1]) ? 3 : 1, H + 2 * KV);
       step.share(N, 1, [&](int n) { prepare_heads(l, i, n); });
       attention(step, l, i);
-      step.share(N, 1, [&](int n) { memcpy(work.row(n), work.heads + n * H, 4 * H); work.close(n, H, rounds(l.output)); });
+      step.share(N, 1, [&](int n) { memcpy(work.row(n), work.heads + n * H, 4 * H); work.close(n, H, &l.output, 1); });
       const Product output{&l.output, work.y}, down{&l.down, work.y};
       multiply(step, work, &output, 1, D);
       step.share(N, 1, [&](int n) { add(l.after_attention, n); input(l.before_mlp, l.up, 2, n); });
       const Product up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}};
       multiply(step, work, up, is_there(l.up[1]) ? 2 : 1, F_ * (1 + m.has_gate));
-      step.share(N, 1, [&](int n) { activate(n); work.close(n, F_, rounds(l.down)); });
+      step.share(N, 1, [&](int n) { activate(n); work.close(n, F_, &l.down, 1); });
       multiply(step, work, &down, 1, D);
       step.share(N, 1, [&](int n) {
         add(l.after_mlp, n);
@@ -209,7 +210,7 @@ struct ProductCall {
   const Matrix& w; int N; const float* x; float* y;
   void run() const {
     Flush flush; Step step; const Product product{&w, y};
-    step.share(N, 1, [&](int n) { memcpy(product_work.row(n), x + (long)n * w.inputs, 4l * w.inputs); product_work.close(n, w.inputs, rounds(w)); });
+    step.share(N, 1, [&](int n) { memcpy(product_work.row(n), x + (long)n * w.inputs, 4l * w.inputs); product_work.close(n, w.inputs, &w, 1); });
     multiply(step, product_work, &product, 1, w.outputs);
   }
 };
