@@ -92,6 +92,33 @@ class Tokens(_Structure):
     ]  # fmt: skip
 
 
+class Drafter(_Structure):
+    """The recurrent draft head."""
+
+    _fields_ = [
+        ("hidden_size", _int), ("num_blocks", _int), ("num_tokens", _int),
+        ("embedding_scale", _float), ("hidden_scale", _float),
+        ("cell", Matrix), ("down", ctypes.POINTER(Matrix)), ("blocks", ctypes.POINTER(Matrix)),
+        ("head", Matrix), ("rows", Matrix), ("token", _address), ("index", _address), ("log_odds", _address),
+        ("copies", _int), ("embedding", _address), ("embedding_matrix", ctypes.POINTER(Matrix)),
+        ("embedding_matrix_scale", _float),
+    ]  # fmt: skip
+
+
+class Search(_Structure):
+    """A beam search of some rows, and where its nodes go."""
+
+    _fields_ = [
+        ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
+        ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", ctypes.c_int64),
+        ("token", _address), ("parent", _address), ("score", _address),
+    ]  # fmt: skip
+
+
+NO_MATRIX = Matrix(format=-1)
+MOST_BEAMS = 64  # of a search
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The built library; None where the package was installed without a compiler."""
@@ -139,6 +166,28 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
     addresses = (ctypes.c_void_p * len(rows))(*rows)
     lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr()))
     return number, blocks
+
+
+def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
+    """A matrix of plain numbers, rounded to 8 bits in groups of 32 inputs as Q8_0 is; products round activations, too.
+
+    A weight that is no number becomes 0.
+    """
+    weight_OI = torch.nn.functional.pad(weight_OI.detach().float().nan_to_num(0.0, 0.0, 0.0), (0, -weight_OI.shape[1] % 32))
+    group_OGI = weight_OI.unflatten(1, (-1, 32))
+    scale_OG1 = (group_OGI.abs().amax(2, keepdim=True) / 127).clamp(1e-7, 65504).half()
+    integer_OGI = (group_OGI / scale_OG1.float()).round().clamp(-127, 127).to(torch.int8)
+    rows = torch.cat([scale_OG1.view(torch.int8), integer_OGI], 2).flatten(1).contiguous()
+    number, blocks = pack("Q8_0", [row.data_ptr() for row in rows], weight_OI.shape[1])
+    bias = None if bias_O is None else bias_O.detach().float().contiguous()
+    return Matrix(
+        number, len(rows), weight_OI.shape[1], 1, blocks.data_ptr(), None if bias is None else bias.data_ptr()
+    ).keep(blocks, bias)
+
+
+def search(drafter: Drafter, asked: Search) -> None:
+    """Beam search of rows without noise (:mod:`drafter.proposers.beam`)."""
+    _library().search(ctypes.byref(drafter), ctypes.byref(asked))
 
 
 def unpack_rows(matrix: Matrix, index_X: Tensor) -> Tensor:

@@ -223,6 +223,4 @@ static void multiply(const Matrix& w, int N, const float* x, float* y) {
 static void unpack_rows(const Matrix& w, int num, const int64_t* row, float* out) {
   for (int i = 0; i < num; i++) unpack_row(w, row[i], out + (long)i * w.inputs);
 }
-extern const Kernels kernels;
-const Kernels kernels{forward, multiply, unpack_rows};
 }  // namespace STEP

@@ -76,3 +76,26 @@ struct Tokens {
   const int64_t *token, *slot, *position;  // [B, T]
   const uint8_t* ancestor;                 // [B, T, T]: [i, j] is 1 where j is i or an ancestor of i; null: causal
 };
+
+struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
+  int32_t hidden_size, num_blocks, num_tokens;  // num_tokens: of the draft vocabulary
+  float embedding_scale, hidden_scale;
+  Matrix cell;                                  // [hidden, 2 hidden] on [embedding; state]
+  const Matrix *down, *blocks;                  // [num_blocks]; down: of a low rank, or null
+  Matrix head, rows;                            // projection (a tied head), output rows of the draft vocabulary
+  const int64_t *token, *index;                 // [num_tokens] target ids; [vocabulary] places in `token`, -1 outside
+  const float* log_odds;                        // of a copy, by the length of its match 0 .. MOST_MATCH
+  int32_t copies;                               // 0: drafts copy nothing from the text
+  const float* embedding;                       // [vocabulary, hidden], or null: rows of embedding_matrix times its scale
+  const Matrix* embedding_matrix;
+  float embedding_matrix_scale;
+};
+constexpr int MOST_MATCH = 8, MOST_BEAMS = 64;
+
+struct Search {        // for rows 0 .. num_rows - 1: W beams for L steps, then one beam of copies down to the depth
+  int32_t num_rows, width, length, depth;
+  const int64_t *root, *position;               // [B]; position: of the root in the text
+  const float* hidden;                          // [B, hidden]: the context, fused
+  const int64_t* text; int64_t text_stride;     // token ids by position
+  int64_t *token, *parent; float* score;        // [B, width * length + depth - length]; parent -1: the root
+};

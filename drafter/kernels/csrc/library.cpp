@@ -152,6 +152,7 @@ void forward(const Model* m, const Cache* c, const Tokens* t, const float* embed
   std::lock_guard<std::mutex> lock(mutex);
   chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
 }
+void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
 void move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
   const long dim = m->head_dim, wide = (dim + 15) / 16 * 16;
   float* held = (float*)malloc(4 * num * (dim + wide));

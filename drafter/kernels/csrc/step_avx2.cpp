@@ -1,2 +1,2 @@
 #define STEP avx2
-#include "forward.h"
+#include "search.h"

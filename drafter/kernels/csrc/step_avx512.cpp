@@ -1,2 +1,2 @@
 #define STEP avx512
-#include "forward.h"
+#include "search.h"

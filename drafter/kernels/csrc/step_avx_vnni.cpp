@@ -1,2 +1,2 @@
 #define STEP avx_vnni
-#include "forward.h"
+#include "search.h"

@@ -1,2 +1,2 @@
 #define STEP plain
-#include "forward.h"
+#include "search.h"
