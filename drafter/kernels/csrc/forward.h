@@ -1,0 +1,226 @@
+// A decoder over some tokens: the parts of a layer, shared out to the threads of the pool.
+#pragma once
+#include "attention.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace STEP {
+INLINE F apply(int activation, F x) {
+  switch (activation) {
+    case SILU: return x / (exponential(-x) + 1.f);
+    case GELU_TANH: return 0.5f * x * (hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x)) + 1.f);
+    case GELU: { F y; for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.7071067812f)); return y; }
+    case RELU: return greater(x, F{});
+    default: { const F y = greater(x, F{}); return y * y; }
+  }
+}
+static float sum_of(const float* x, int size, float minus, bool is_squared) {
+  F s{}; int i = 0;
+  for (; i + LANES <= size; i += LANES) { const F v = load(x + i) - minus; s = is_squared ? fma(v, v, s) : s + v; }
+  float total = sum(s);
+  for (; i < size; i++) { const float v = x[i] - minus; total += is_squared ? v * v : v; }
+  return total;
+}
+static void norm(const Norm& n, const float* x, float* y) {  // y may be x
+  const float mean = n.kind == LAYER_NORM ? sum_of(x, n.size, 0, false) / n.size : 0.f;
+  const float r = 1.f / sqrtf(sum_of(x, n.size, mean, true) / n.size + n.epsilon);
+  for (int i = 0; i < n.size; i++) {
+    float v = (x[i] - mean) * r;
+    if (n.weight) v *= n.weight[i];
+    if (n.bias) v += n.bias[i];
+    y[i] = v;
+  }
+}
+static void rotate(const Rotary& r, long position, float* x) {
+  const int half = r.dim / 2; const float *c = r.cosine + position * half, *s = r.sine + position * half;
+  for (int i = 0; i < half; i++) { const float a = x[i], b = x[i + half]; x[i] = a * c[i] - b * s[i]; x[i + half] = b * c[i] + a * s[i]; }
+}
+INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
+INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
+
+struct Work {  // of one call: activations of N tokens
+  Memory memory[10]; int N = 0;
+  float *x, *y, *qkv, *heads, *up, *rows;
+  long stride = 0;  // of rows
+  Rows input;       // of the next product, in panels
+  void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
+    N = n; stride = padded(widest, GROUP);
+    x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
+    up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
+    const int R = panel_rows(n); const long all = padded(n, R) * stride;
+    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), (int32_t*)memory[9].need(all / 16), stride, R};
+  }
+  float* row(long n) const { return rows + n * stride; }
+  void close(int n, long inputs, const Matrix* consumers, int num) const {  // row(n) was written: place it as the next products read it
+    bool as_numbers = false, as_integers = false;
+    for (int i = 0; i < num; i++) if (is_there(consumers[i])) (rounds(consumers[i]) ? as_integers : as_numbers) = true;
+    if (as_numbers) place(input, n, row(n), inputs, padded(inputs, GROUP), false);
+    if (as_integers) place(input, n, row(n), inputs, padded(inputs, GROUP), true);
+  }
+};
+struct Product { const Matrix* matrix; float* to; };
+static void multiply(Step& step, const Work& w, const Product* products, int num, long width) {
+  int blocks = 0;
+  for (int i = 0; i < num; i++) blocks += padded(products[i].matrix->outputs, BLOCK) / BLOCK;
+  const int chunk = lesser(16, bigger(1, blocks / (pool.num_threads * 8))), chunks = (blocks + chunk - 1) / chunk;
+  step.share(chunks, 1, [&](int c) {
+    int from = c * chunk, to = lesser(blocks, from + chunk), before = 0;
+    for (int i = 0; i < num; i++) {
+      const int mine = padded(products[i].matrix->outputs, BLOCK) / BLOCK, a = bigger(from - before, 0), b = lesser(to - before, mine);
+      if (a < b) multiply(*products[i].matrix, a, b, w.input, w.N, products[i].to, width);
+      before += mine;
+    }
+  });
+}
+
+struct Call {
+  const Model& m; const Cache& cache; const Tokens& tokens; const float* embedding; float* hidden; int num_states; const int32_t* state_layers; float* states;
+  const Token* token; int N; Work& work;
+
+  void keep_state(int layer, int n) const {
+    for (int i = 0; i < num_states; i++)
+      if (state_layers[i] == layer)
+        memcpy(states + ((long)i * tokens.num_rows * tokens.num_tokens + token[n].index) * m.hidden_size, work.x + (long)n * m.hidden_size, 4l * m.hidden_size);
+  }
+  void input(const Norm& before, const Matrix* consumers, int num, int n) const {  // the next matrices' row of token n
+    const float* x = work.x + (long)n * m.hidden_size; float* row = work.row(n);
+    if (before.kind == NO_NORM) memcpy(row, x, 4l * m.hidden_size); else norm(before, x, row);
+    work.close(n, m.hidden_size, consumers, num);
+  }
+  void add(const Norm& after, int n) const {
+    float *x = work.x + (long)n * m.hidden_size, *y = work.y + (long)n * m.hidden_size;
+    if (after.kind != NO_NORM) norm(after, y, y);
+    for (int i = 0; i < m.hidden_size; i++) x[i] += y[i] * m.residual_scale;
+  }
+  long key_block(int layer, int row, int head) const { return (((long)layer * cache.num_rows + row) * m.num_key_heads + head) * cache.num_slots; }
+
+  void prepare_heads(const Layer& l, int layer, int n) const {  // norms and rotation; keys and values to the cache
+    const int dim = m.head_dim, wide = padded(dim, 16); const Token& t = token[n];
+    float *q = work.qkv + (long)n * (m.num_heads + 2 * m.num_key_heads) * dim, *k = q + (long)m.num_heads * dim, *v = k + (long)m.num_key_heads * dim;
+    if (l.query.kind != NO_NORM) for (int i = 0; i < m.num_heads * dim; i += l.query.size) norm(l.query, q + i, q + i);
+    if (l.key.kind != NO_NORM) for (int i = 0; i < m.num_key_heads * dim; i += l.key.size) norm(l.key, k + i, k + i);
+    if (l.rotary >= 0) for (int h = 0; h < m.num_heads + m.num_key_heads; h++) rotate(m.rotaries[l.rotary], t.position, q + (long)h * dim);
+    for (int h = 0; h < m.num_key_heads; h++) {
+      float* key = cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
+      for (int d = 0; d < dim; d++) key[SLOTS * d] = k[h * dim + d];
+      memcpy(cache.values + (key_block(layer, t.row, h) + t.slot) * wide, v + h * dim, 4l * dim);
+    }
+  }
+  void attention(Step& step, const Layer& l, int layer) const {
+    const int dim = m.head_dim, per_key = m.num_heads / m.num_key_heads; const long width = (long)(m.num_heads + 2 * m.num_key_heads) * dim;
+    int most = bigger(1, 24 / per_key), heads = lesser(per_key, MOST_QUERIES);
+    const int enough = 3 * pool.num_threads;
+    while (most > 1 && (N + most - 1) / most * m.num_key_heads < enough) most = (most + 1) / 2;
+    while (heads > 1 && N * m.num_key_heads * (per_key / heads) < enough) heads = (heads + 1) / 2;
+    most = lesser(most, MOST_QUERIES / heads);
+    const int head_groups = (per_key + heads - 1) / heads;
+    // Groups of neighbouring tokens of one row.
+    const int groups = (N + most - 1) / most + tokens.num_rows;
+    step.share(groups * m.num_key_heads * head_groups, 1, [&](int i) {
+      const int group = i / (m.num_key_heads * head_groups), h = i / head_groups % m.num_key_heads, part = i % head_groups;
+      int first = 0, count = 0, g = group;
+      for (int begin = 0; begin < N;) {  // group `g` of the rows in order
+        int end = begin; while (end < N && token[end].row == token[begin].row) end++;
+        const int here = (end - begin + most - 1) / most;
+        if (g < here) { first = begin + g * most; count = lesser(most, end - first); break; }
+        g -= here; begin = end;
+      }
+      if (count == 0) return;
+      const int from = h * per_key + part * heads, num = lesser(heads, per_key - part * heads);
+      attend(m, l, cache.keys + key_block(layer, token[first].row, h) * dim, cache.values + key_block(layer, token[first].row, h) * padded(dim, 16),
+             token + first, count, num, work.qkv + first * width + (long)from * dim, width, work.heads + (long)first * m.num_heads * dim + (long)from * dim, (long)m.num_heads * dim);
+    });
+  }
+  void activate(int n) const {
+    const long F_ = m.mlp_size; const float* u = work.up + n * F_ * (1 + m.has_gate); float* row = work.row(n);
+    for (long i = 0; i < F_; i += LANES) {
+      F a, b{}; const int left = (int)(F_ - i);
+      if (left >= LANES) { a = load(u + i); if (m.has_gate) b = load(u + F_ + i); }
+      else { a = F{}; for (int j = 0; j < left; j++) { a[j] = u[i + j]; if (m.has_gate) b[j] = u[F_ + i + j]; } }
+      const F y = m.has_gate ? apply(m.activation, a) * b : apply(m.activation, a);
+      if (left >= LANES) store(row + i, y); else for (int j = 0; j < left; j++) row[i + j] = y[j];
+    }
+  }
+  void run() const {
+    Flush flush; Step step;
+    const long D = m.hidden_size, H = (long)m.num_heads * m.head_dim, KV = (long)m.num_key_heads * m.head_dim, F_ = m.mlp_size;
+    step.share(N, 1, [&](int n) {
+      const float* e = embedding + token[n].index * D; float* x = work.x + n * D;
+      for (long i = 0; i < D; i++) x[i] = e[i] * m.input_scale;
+      keep_state(0, n);
+      input(m.layers[0].before_attention, m.layers[0].qkv, 3, n);
+    });
+    for (int i = 0; i < m.num_layers; i++) {
+      const Layer& l = m.layers[i]; const bool is_last = i + 1 == m.num_layers;
+      const Product qkv[3] = {{&l.qkv[0], work.qkv}, {&l.qkv[1], work.qkv + H}, {&l.qkv[2], work.qkv + H + KV}};
+      multiply(step, work, qkv, is_there(l.qkv[1]) ? 3 : 1, H + 2 * KV);
+      step.share(N, 1, [&](int n) { prepare_heads(l, i, n); });
+      attention(step, l, i);
+      step.share(N, 1, [&](int n) { memcpy(work.row(n), work.heads + n * H, 4 * H); work.close(n, H, &l.output, 1); });
+      const Product output{&l.output, work.y}, down{&l.down, work.y};
+      multiply(step, work, &output, 1, D);
+      step.share(N, 1, [&](int n) { add(l.after_attention, n); input(l.before_mlp, l.up, 2, n); });
+      const Product up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}};
+      multiply(step, work, up, is_there(l.up[1]) ? 2 : 1, F_ * (1 + m.has_gate));
+      step.share(N, 1, [&](int n) { activate(n); work.close(n, F_, &l.down, 1); });
+      multiply(step, work, &down, 1, D);
+      step.share(N, 1, [&](int n) {
+        add(l.after_mlp, n);
+        if (!is_last) { keep_state(i + 1, n); input(m.layers[i + 1].before_attention, m.layers[i + 1].qkv, 3, n); return; }
+        float* x = work.x + n * D;
+        if (m.final_norm.kind != NO_NORM) norm(m.final_norm, x, x);
+        memcpy(hidden + token[n].index * D, x, 4 * D);
+        keep_state(m.num_layers, n);
+      });
+    }
+  }
+};
+static Work work;
+static Memory token_memory, path_memory;
+
+// The tokens that are no padding, with what each sees.
+static int list_tokens(const Cache& cache, const Tokens& t, Token*& list) {
+  const long all = (long)t.num_rows * t.num_tokens;
+  list = (Token*)token_memory.need((all + 1) * sizeof(Token) / 4 + 1);
+  int* path = (int*)path_memory.need(all * (t.ancestor ? t.num_tokens : 1)); int N = 0;
+  for (int b = 0; b < t.num_rows; b++) for (int i = 0; i < t.num_tokens; i++) {
+    const long index = (long)b * t.num_tokens + i;
+    if (t.slot[index] == cache.spare_slot) continue;
+    Token& token = list[N++];
+    token = {index, t.first_row + b, (int)t.slot[index] + 1, 0, t.slot[index], t.position[index], path};
+    if (!t.ancestor) continue;
+    token.prefix = (int)t.slot[(long)b * t.num_tokens];
+    for (int j = 0; j < t.num_tokens; j++)  // parents stand before their children
+      if (t.ancestor[index * t.num_tokens + j]) path[token.num_path++] = (int)t.slot[(long)b * t.num_tokens + j];
+    path += token.num_path;
+  }
+  return N;
+}
+static void forward(const Model& m, const Cache& cache, const Tokens& tokens, const float* embedding, float* hidden, int num_states, const int32_t* state_layers, float* states) {
+  Token* list; const int N = list_tokens(cache, tokens, list);
+  if (N == 0) return;
+  const long H = (long)m.num_heads * m.head_dim;
+  work.need(N, m.hidden_size, bigger(bigger((long)m.hidden_size, H), (long)m.mlp_size), H + 2l * m.num_key_heads * m.head_dim, H, (long)m.mlp_size * (1 + m.has_gate));
+  Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work};
+  pool.run([](void* c, int) { ((Call*)c)->run(); }, &call, 10 * m.num_layers + 2);
+}
+
+static Work product_work;
+struct ProductCall {
+  const Matrix& w; int N; const float* x; float* y;
+  void run() const {
+    Flush flush; Step step; const Product product{&w, y};
+    step.share(N, 1, [&](int n) { memcpy(product_work.row(n), x + (long)n * w.inputs, 4l * w.inputs); product_work.close(n, w.inputs, &w, 1); });
+    multiply(step, product_work, &product, 1, w.outputs);
+  }
+};
+static void multiply(const Matrix& w, int N, const float* x, float* y) {
+  if (N == 0) return;
+  product_work.need(N, 1, w.inputs, 1, 1, 1);
+  ProductCall call{w, N, x, y};
+  pool.run([](void* c, int) { ((ProductCall*)c)->run(); }, &call, 2);
+}
+static void unpack_rows(const Matrix& w, int num, const int64_t* row, float* out) {
+  for (int i = 0; i < num; i++) unpack_row(w, row[i], out + (long)i * w.inputs);
+}
+}  // namespace STEP

@@ -1,0 +1,112 @@
+// Vectors of the instruction set that a file is compiled for: LANES numbers of 32 bits, and what C++ cannot say of them.
+// Each file that includes these headers defines STEP, the namespace of its instruction set.
+#pragma once
+#include <cmath>
+#include <initializer_list>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace STEP {
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int BLOCK = 16, STRIPS = BLOCK / LANES;  // outputs of a block of weights; vectors of one block
+typedef float F __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef F AnyF __attribute__((aligned(4), may_alias));
+typedef I AnyI __attribute__((aligned(4), may_alias));
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
+
+template <class T> INLINE T lesser(T a, T b) { return a < b ? a : b; }
+template <class T> INLINE T bigger(T a, T b) { return a < b ? b : a; }
+INLINE F load(const float* p) { return *(const AnyF*)p; }
+INLINE I load(const void* p) { return *(const AnyI*)p; }
+INLINE void store(float* p, F x) { *(AnyF*)p = x; }
+INLINE F all(float x) { return F{} + x; }
+INLINE I all(int32_t x) { return I{} + x; }
+INLINE F bits(I x) { return (F)x; }
+INLINE F number(I x) { return __builtin_convertvector(x, F); }
+INLINE void prefetch(const void* p, int bytes) { for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i); }
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+INLINE F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE I round(F x) { return (I)_mm512_cvtps_epi32((__m512)x); }
+INLINE F half(const uint16_t* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+// Four products of unsigned by signed bytes are added to each lane.
+INLINE I dot4(I sum, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s); }
+INLINE void store_bytes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8((__m512i)x)); }
+#elif defined(__AVX2__)
+INLINE F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE F greater(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE I round(F x) { return (I)_mm256_cvtps_epi32((__m256)x); }
+INLINE F half(const uint16_t* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+#if defined(__AVXVNNI__)
+INLINE I dot4(I sum, I u, I s) { return (I)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)u, (__m256i)s); }
+#endif
+INLINE void store_bytes(int8_t* p, I x) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+#else
+INLINE F fma(F a, F b, F c) { return a * b + c; }
+INLINE F greater(F a, F b) { return a > b ? a : b; }
+INLINE I round(F x) { I y; for (int i = 0; i < LANES; i++) y[i] = (int32_t)nearbyintf(x[i]); return y; }
+INLINE void store_bytes(int8_t* p, I x) { for (int i = 0; i < LANES; i++) p[i] = (int8_t)x[i]; }
+INLINE I dot4(I sum, I u, I s) {
+  const uint8_t* a = (const uint8_t*)&u; const int8_t* b = (const int8_t*)&s;
+  for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
+  return sum;
+}
+static float half_of(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, size = h & 0x7fff; float x;
+  const uint32_t plain = sign | ((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23));
+  memcpy(&x, &plain, 4);
+  if (size < 0x400) x = (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f;  // subnormal
+  return x;
+}
+INLINE F half(const uint16_t* p) { F x; for (int i = 0; i < LANES; i++) x[i] = half_of(p[i]); return x; }
+#endif
+
+INLINE float sum(F x) {  // of all lanes, in one order
+  float v[LANES]; store(v, x);
+  for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+}
+INLINE float largest(F x) {
+  float v[LANES]; store(v, x);
+  for (int i = 1; i < LANES; i++) v[0] = v[i] > v[0] ? v[i] : v[0];
+  return v[0];
+}
+INLINE F exponential(F x) {  // relative error below 2e-7; 0 below -87
+  const I is_tiny = x < -87.f;
+  x = greater(x, all(-87.f)); x = x < 88.f ? x : all(88.f);
+  const I n = round(x * 1.44269504f); const F k = number(n);
+  F r = fma(k, all(-0.693145752f), x); r = fma(k, all(-1.42860677e-6f), r);
+  F p = all(1.f / 720);
+  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = fma(p, r, all(c));
+  p = bits((I)p + (n << 23));
+  return is_tiny ? F{} : p;
+}
+INLINE F hyperbolic_tangent(F x) {  // near 0 by its series, which keeps the digits that 1 - 2 / (e^2x + 1) loses
+  const F t = 1.f - 2.f / (exponential(x + x) + 1.f), s = x * x;
+  const F near_0 = x * (1.f + s * (-1.f / 3 + s * (2.f / 15 - s * (17.f / 315))));
+  return (s < 0.01f) ? near_0 : t;
+}
+struct Flush {  // Numbers below 1e-38 count as zero in this scope: attention makes many, and each would cost 150 cycles.
+#if defined(__x86_64__)
+  unsigned before = _mm_getcsr();
+  Flush() { _mm_setcsr(before | 0x8040); }
+  ~Flush() { _mm_setcsr(before); }
+#endif
+};
+}  // namespace STEP

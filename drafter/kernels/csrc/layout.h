@@ -1,0 +1,101 @@
+// Layout of everything that crosses the border between Python and the native step. drafter/kernels/native.py holds the twins.
+//
+// A weight matrix [outputs, inputs] lies in blocks of 16 outputs. Inputs are padded with zeros to a multiple of 32, outputs to a
+// multiple of 16. Within a block, inputs come in groups of 32. One output is summed over its inputs in one order that depends on
+// the matrix alone, so that no other row, block or thread can change a bit of the sum.
+//
+//   float32, float16   input k of output o: number 16 k + o of the block.
+//   bfloat16           inputs in pairs, output by output: input 2 j + i of output o is word 32 j + 2 o + i.
+//   4-bit integers     a group is 16 scales, 16 offsets where the format has offsets, 256 bytes. Byte 64 j + 4 o + i holds the
+//                      inputs 4 j + i (low half) and 16 + 4 j + i (high half) of output o, for j in 0 .. 3.
+//   8-bit integers     a group is 16 scales (32 for Q6_K, whose scale holds for 16 inputs), offsets, 512 bytes. Byte
+//                      64 j + 4 o + i is input 4 j + i of output o plus 128, for j in 0 .. 7.
+//
+// A weight is scale * (integer - 8) for Q4_0, scale * integer + offset for Q4_1, Q4_K and Q5_K, scale * integer for Q8_0 and Q6_K.
+// Scales and offsets are float16 where the file has one of each for a group (Q4_0, Q4_1, Q8_0), else float32.
+// Worked example, Q8_0: weight (o = 3, k = 37) of a matrix of 64 inputs lies in group 1 of block 0, j = 1, i = 1: byte
+// 32 + 64 + 12 + 1 of the group, whose first 32 bytes are the scales.
+//
+// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32, the
+// head_dim of values padded to a multiple of 16.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+enum Format { F32, BF16, F16, Q4_0, Q4_1, Q4_K, Q8_0, Q5_K, Q6_K, NUM_FORMATS };
+enum NormKind { NO_NORM, RMS_NORM, LAYER_NORM };
+enum Activation { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
+
+struct Matrix {        // format -1: there is no such matrix
+  int32_t format, outputs, inputs;  // outputs and inputs as the model has them, without padding
+  int32_t is_rounded;  // integer weights: activations are rounded to 8 bits in groups of 32; 0: they stay float32
+  const void* blocks;
+  const float* bias;  // [outputs], or null
+};
+
+struct Norm {
+  int32_t kind, size;  // size: numbers that are normed together (hidden size; head_dim for norms of each head)
+  float epsilon;
+  const float *weight, *bias;  // [size]; null: ones, zeros. A norm that multiplies by 1 + weight has 1 added at loading.
+};
+
+struct Rotary {
+  int32_t dim, num_positions;  // dim: leading numbers of a head that rotate, half with half
+  const float *cosine, *sine;  // [num_positions, dim / 2]
+};
+
+struct Layer {
+  Matrix qkv[3];                     // query, key, value; where the first has the rows of all three, the others are not there
+  Matrix up[2];                      // gate, up; the first has the rows of both, or of up alone where the layer has no gate
+  Matrix output, down;
+  Norm before_attention, after_attention, before_mlp, after_mlp, query, key;
+  int32_t rotary;                    // index into the model's rotations; -1: the layer rotates nothing
+  int32_t window;                    // a token sees itself and the window - 1 positions before; 0: all
+};
+
+struct Model {
+  int32_t num_layers, hidden_size, num_heads, num_key_heads, head_dim, mlp_size, vocab_size;
+  int32_t activation, has_gate, num_rotaries;
+  float input_scale;       // of embeddings, within the forward
+  float attention_scale, attention_cap;  // scores are cap * tanh(score / cap); 0: as they are
+  float residual_scale;    // of what attention and MLP add
+  const Layer* layers;
+  const Rotary* rotaries;
+  Norm final_norm;
+  Matrix head;             // output matrix
+};
+
+struct Cache {
+  int32_t num_rows, num_slots;  // of a row, a multiple of 16; tokens of the spare slot are neither computed nor written
+  int64_t spare_slot;
+  float *keys, *values;
+};
+
+struct Tokens {
+  int32_t num_rows, num_tokens, first_row;
+  const int64_t *token, *slot, *position;  // [B, T]
+  const uint8_t* ancestor;                 // [B, T, T]: [i, j] is 1 where j is i or an ancestor of i; null: causal
+};
+
+struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
+  int32_t hidden_size, num_blocks, num_tokens;  // num_tokens: of the draft vocabulary
+  float embedding_scale, hidden_scale;
+  Matrix cell;                                  // [hidden, 2 hidden] on [embedding; state]
+  const Matrix *down, *blocks;                  // [num_blocks]; down: of a low rank, or null
+  Matrix head, rows;                            // projection (a tied head), output rows of the draft vocabulary
+  const int64_t *token, *index;                 // [num_tokens] target ids; [vocabulary] places in `token`, -1 outside
+  const float* log_odds;                        // of a copy, by the length of its match 0 .. MOST_MATCH
+  int32_t copies;                               // 0: drafts copy nothing from the text
+  const float* embedding;                       // [vocabulary, hidden], or null: rows of embedding_matrix times its scale
+  const Matrix* embedding_matrix;
+  float embedding_matrix_scale;
+};
+constexpr int MOST_MATCH = 8, MOST_BEAMS = 64;
+
+struct Search {        // for rows 0 .. num_rows - 1: W beams for L steps, then one beam of copies down to the depth
+  int32_t num_rows, width, length, depth;
+  const int64_t *root, *position;               // [B]; position: of the root in the text
+  const float* hidden;                          // [B, hidden]: the context, fused
+  const int64_t* text; int64_t text_stride;     // token ids by position
+  int64_t *token, *parent; float* score;        // [B, width * length + depth - length]; parent -1: the root
+};

@@ -1,0 +1,67 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+Pool pool;
+
+static void rest() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+void Pool::pause(int& spins) {
+  if (++spins < 4000) return rest();
+  const timespec moment{0, 20000};  // the other thread waits for this core, perhaps
+  nanosleep(&moment, nullptr);
+}
+static void sleep_until_new(std::atomic<uint32_t>& number, uint32_t seen) {
+#if defined(__linux__)
+  syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+  const timespec moment{0, 50000}; nanosleep(&moment, nullptr);
+#endif
+}
+static void* loop(void* given) {
+  const int thread = (int)(intptr_t)given;
+  for (uint32_t seen = 0;;) {
+    for (int i = 0; i < 2000 && pool.number.load(std::memory_order_acquire) == seen; i++) rest();
+    while (pool.number.load(std::memory_order_acquire) == seen) sleep_until_new(pool.number, seen);
+    seen = pool.number.load(std::memory_order_acquire);
+    if (thread >= pool.num_threads) continue;
+    pool.num_active.fetch_add(1);
+    if (pool.is_open.load()) pool.work(pool.argument, thread);
+    pool.num_active.fetch_sub(1);
+  }
+  return nullptr;
+}
+void Pool::set_num_threads(int n) {
+  num_threads = n < 1 ? 1 : n > MOST_THREADS ? MOST_THREADS : n;
+  for (; num_started < num_threads; num_started++) {
+    pthread_t thread;
+    if (pthread_create(&thread, nullptr, loop, (void*)(intptr_t)num_started) != 0) { num_threads = num_started; return; }
+    pthread_detach(thread);
+  }
+}
+void Pool::run(void (*given)(void*, int), void* with, int num_parts) {
+  work = given; argument = with;
+  if (num_threads > 1) {
+    is_open.store(true); number.fetch_add(1);
+#if defined(__linux__)
+    syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
+#endif
+  }
+  work(argument, 0);
+  is_open.store(false);
+  for (int spins = 0; num_active.load() > 0;) pause(spins);
+  for (int i = 0; i < num_parts; i++) { parts[i].next.store(0); parts[i].done.store(0); }
+}

@@ -1,0 +1,191 @@
+// Beam search of the recurrent drafter for rows without noise, copies from the text included: drafter/proposers/beam.py in one call.
+#pragma once
+#include "forward.h"
+
+namespace STEP {
+struct Best { float value[MOST_BEAMS]; int index[MOST_BEAMS]; };
+// The W largest of R numbers, the largest first; places without a number stay -inf. A number that is none is never among them.
+static void find_best(const float* v, int R, int W, Best& best) {
+  for (int w = 0; w < W; w++) { best.value[w] = -INFINITY; best.index[w] = 0; }
+  constexpr int STRIDE = 8 * LANES;
+  for (int i = 0; i < R; i += STRIDE) {
+    const int end = lesser(R, i + STRIDE);
+    if (end - i == STRIDE) {
+      F most = load(v + i);
+      UNROLL for (int j = LANES; j < STRIDE; j += LANES) most = greater(most, load(v + i + j));
+      if (!(largest(most) > best.value[W - 1])) continue;
+    }
+    for (int k = i; k < end; k++) {
+      if (!(v[k] > best.value[W - 1])) continue;
+      int p = W - 1;
+      for (; p > 0 && best.value[p - 1] < v[k]; p--) { best.value[p] = best.value[p - 1]; best.index[p] = best.index[p - 1]; }
+      best.value[p] = v[k]; best.index[p] = k;
+    }
+  }
+}
+static float log_sum(const float* v, int R) {  // of exponentials
+  F most = all(-INFINITY), total{}; int i = 0;
+  for (; i + LANES <= R; i += LANES) most = greater(most, load(v + i));
+  float top = largest(most);
+  for (int j = i; j < R; j++) top = v[j] > top ? v[j] : top;
+  for (i = 0; i + LANES <= R; i += LANES) total += exponential(load(v + i) - top);
+  float sum_ = sum(total);
+  for (; i < R; i++) sum_ += expf(v[i] - top);
+  return top + logf(sum_);
+}
+static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+static float log_add(float a, float b) { const float top = a > b ? a : b; return top == -INFINITY ? top : top + logf(expf(a - top) + expf(b - top)); }
+
+// Earlier occurrences of a beam's last tokens: the length of the match that ends at each position before the root's.
+struct Matches {
+  static void begin(const int64_t* text, long root, uint8_t* length) {
+    for (long s = 0; s < root; s++) { int n = 0; while (n < MOST_MATCH && s - n >= 0 && text[s - n] == text[root - n]) n++; length[s] = n; }
+  }
+  static void follow(const int64_t* text, long root, const uint8_t* before, int64_t token, uint8_t* length) {
+    for (long s = 0; s < root; s++) length[s] = text[s] == token ? lesser(MOST_MATCH, (s ? before[s - 1] : 0) + 1) : 0;
+  }
+  // The token behind the longest match, the latest of equals, and its log odds; -inf: nothing is named.
+  static int64_t named(const int64_t* text, long root, const uint8_t* length, const float* log_odds, float& odds) {
+    int most = 0; long place = -1, matches = 0, agreeing = 0;
+    for (long s = 0; s < root; s++) if (length[s]) { matches++; if (length[s] >= most) { most = length[s]; place = s; } }
+    if (place < 0) { odds = -INFINITY; return 0; }
+    const int64_t token = text[place + 1];
+    for (long s = 0; s < root; s++) agreeing += length[s] && text[s + 1] == token;
+    odds = log_odds[most] + logf((float)agreeing * agreeing / matches);
+    return token;
+  }
+};
+struct Beam { int64_t token, named; float total, named_value; Best best; };
+
+// Live beams before and after a step, side by side: beam w of row b is number b * each + w, with one beam each before the first step.
+struct Side { Beam* beams; float* states; uint8_t* lengths; };
+
+struct SearchCall {
+  const Drafter& d; const Search& s; Side sides[2]; float *streams, *logits; long most_text; const Work *first, *later;
+  int num_nodes() const { return s.width * s.length + s.depth - s.length; }
+  const int64_t* text(int row) const { return s.text + row * s.text_stride; }
+
+  void embed(const Work& w, const Side& side, int n) const {  // [embedding; state] for the cell
+    const long D = d.hidden_size; float *row = w.row(n), scale = d.embedding_scale; const int64_t token = side.beams[n].token;
+    if (d.embedding) memcpy(row, d.embedding + token * D, 4 * D);
+    else { unpack_row(*d.embedding_matrix, token, row); scale *= d.embedding_matrix_scale; }
+    for (long i = 0; i < D; i++) row[i] *= scale;
+    memcpy(row + D, side.states + n * D, 4 * D);
+    w.close(n, 2 * D, &d.cell, 1);
+  }
+  void close_stream(const Work& w, int n, const Matrix* consumer) const {  // [h; s], as linear layers read it
+    const long D = d.hidden_size; const float* x = streams + n * 2 * D; float* row = w.row(n);
+    for (long i = 0; i < D; i++) row[i] = x[i] * d.hidden_scale;
+    memcpy(row + D, x + D, 4 * D);
+    w.close(n, 2 * D, consumer, 1);
+  }
+  static void silu(const float* x, long size, float* y) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) store(y + i, apply(SILU, load(x + i)));
+    for (; i < size; i++) y[i] = x[i] / (1 + expf(-x[i]));
+  }
+  const Matrix* reader(int block) const { return block < d.num_blocks ? (d.down ? d.down + block : d.blocks + block) : is_there(d.head) ? &d.head : &d.rows; }
+
+  void network(Step& step, const Work& w, const Side& side, int each) const {  // logits of all live beams, and their new states
+    const int D = d.hidden_size, E = 2 * D, N = w.N;
+    auto product = [&](const Matrix& m, float* to) { const Product p{&m, to}; multiply(step, w, &p, 1, m.outputs); };
+    auto narrow = [&](const Matrix& m, const Matrix* consumer) {  // a product whose outputs are the next inputs
+      product(m, w.y);
+      step.share(N, 1, [&](int n) { memcpy(w.row(n), w.y + (long)n * m.outputs, 4l * m.outputs); w.close(n, m.outputs, consumer, 1); });
+    };
+    step.share(N, 1, [&](int n) { embed(w, side, n); });
+    product(d.cell, w.y);
+    step.share(N, 1, [&](int n) {
+      float *state = side.states + (long)n * D, *x = streams + (long)n * E;
+      silu(w.y + (long)n * D, D, state);
+      memcpy(x, s.hidden + (long)(n / each) * D, 4l * D); memcpy(x + D, state, 4l * D);
+      close_stream(w, n, reader(0));
+    });
+    for (int b = 0; b < d.num_blocks; b++) {
+      if (d.down) narrow(d.down[b], d.blocks + b);
+      product(d.blocks[b], w.y);
+      step.share(N, 1, [&](int n) {
+        float *y = w.y + (long)n * E, *x = streams + (long)n * E;
+        silu(y, E, y);
+        for (int k = 0; k < E; k++) x[k] += y[k];
+        close_stream(w, n, reader(b + 1));
+      });
+    }
+    if (is_there(d.head)) narrow(d.head, &d.rows);
+    product(d.rows, logits);
+  }
+  void rank(const Side& side, int n, int row) const {  // the W likeliest children of a beam, and the copied one
+    Beam& b = side.beams[n]; float* v = logits + (long)n * d.num_tokens; float odds = -INFINITY;
+    if (d.copies) b.named = Matches::named(text(row), s.position[row], side.lengths + n * most_text, d.log_odds, odds);
+    float total = log_sum(v, d.num_tokens); b.named_value = -INFINITY;
+    if (odds > -INFINITY) {
+      const int64_t place = d.index[b.named]; float own = -INFINITY;
+      if (place >= 0) { own = v[place]; v[place] = -INFINITY; }
+      b.named_value = log_add(own, total + odds);
+      total = bigger(total + softplus(odds), b.named_value);  // no child scores above its parent
+      b.named_value -= total;
+    }
+    find_best(v, d.num_tokens, s.width, b.best);
+    for (int w = 0; w < s.width; w++) b.best.value[w] -= total;
+  }
+  void choose(int step, int row, int each, const Side& from, const Side& to) const {  // the W best children of all beams of a row
+    const int W = s.width, out = step * W; int next[MOST_BEAMS] = {0}; bool has_copied[MOST_BEAMS] = {false};
+    const long D = d.hidden_size, nodes = (long)row * num_nodes();
+    for (int w = 0; w < W; w++) {
+      int parent = 0; float most = -INFINITY; bool is_copy = false;
+      for (int k = 0; k < each; k++) {
+        const Beam& b = from.beams[row * each + k];
+        if (next[k] < W && b.total + b.best.value[next[k]] > most) { most = b.total + b.best.value[next[k]]; parent = k; is_copy = false; }
+        if (!has_copied[k] && b.total + b.named_value > most) { most = b.total + b.named_value; parent = k; is_copy = true; }
+      }
+      const int n = row * W + w, p = row * each + parent; Beam& b = to.beams[n];
+      b.total = most; b.token = 0;
+      if (is_copy) { b.token = from.beams[p].named; has_copied[parent] = true; }
+      else if (most > -INFINITY) b.token = d.token[from.beams[p].best.index[next[parent]++]];
+      memcpy(to.states + n * D, from.states + p * D, 4 * D);
+      if (d.copies) Matches::follow(text(row), s.position[row], from.lengths + p * most_text, b.token, to.lengths + n * most_text);
+      s.token[nodes + out + w] = b.token; s.score[nodes + out + w] = most; s.parent[nodes + out + w] = step ? out - W + parent : -1;
+    }
+  }
+  void copy_on(int row, const Side& side, uint8_t* spare) const {  // named tokens alone lengthen the best beam
+    const long nodes = (long)row * num_nodes(); uint8_t *now = side.lengths + (long)row * s.width * most_text, *next = spare;
+    float total = side.beams[row * s.width].total;
+    for (int step = s.length, at = s.width * s.length; step < s.depth; step++, at++) {
+      float odds = -INFINITY; int64_t token = 0;
+      if (d.copies && total > -INFINITY) token = Matches::named(text(row), s.position[row], now, d.log_odds, odds);
+      total = odds > -INFINITY ? total - softplus(-odds) : -INFINITY;
+      s.token[nodes + at] = token; s.score[nodes + at] = total; s.parent[nodes + at] = step == s.length ? at - s.width : at - 1;
+      if (total > -INFINITY) { Matches::follow(text(row), s.position[row], now, token, next); uint8_t* old = now; now = next; next = old; }
+    }
+  }
+  void run() const {
+    Flush flush; Step step;
+    step.share(s.num_rows, 1, [&](int b) {
+      sides[0].beams[b].token = s.root[b]; sides[0].beams[b].total = 0;
+      memset(sides[0].states + (long)b * d.hidden_size, 0, 4l * d.hidden_size);
+      if (d.copies) Matches::begin(text(b), s.position[b], sides[0].lengths + b * most_text);
+    });
+    for (int i = 0; i < s.length; i++) {
+      const int each = i ? s.width : 1; const Work& w = i ? *later : *first; const Side &from = sides[i % 2], &to = sides[1 - i % 2];
+      network(step, w, from, each);
+      step.share(w.N, 1, [&](int n) { rank(from, n, n / each); });
+      step.share(s.num_rows, 1, [&](int b) { choose(i, b, each, from, to); });
+    }
+    const Side &last = sides[s.length % 2], &other = sides[1 - s.length % 2];
+    step.share(s.num_rows, 1, [&](int b) { copy_on(b, last, other.lengths + (long)b * s.width * most_text); });
+  }
+};
+static void search(const Drafter& d, const Search& s) {
+  static Work first, later; static Memory memory[8];
+  const long D = d.hidden_size, N = (long)s.num_rows * s.width; long widest = 2 * D, most_text = 1;
+  for (int b = 0; b < s.num_rows; b++) most_text = bigger(most_text, (long)s.position[b]);
+  for (int b = 0; d.down && b < d.num_blocks; b++) widest = bigger(widest, (long)d.down[b].outputs);
+  first.need(s.num_rows, 2 * D, widest, 1, 1, 1); later.need(N, 2 * D, widest, 1, 1, 1);
+  SearchCall call{d, s, {}, memory[0].need(N * 2 * D), memory[1].need(N * d.num_tokens), most_text, &first, &later};
+  for (int i = 0; i < 2; i++)
+    call.sides[i] = {(Beam*)memory[2 + 3 * i].need(N * sizeof(Beam) / 4), memory[3 + 3 * i].need(N * D), (uint8_t*)memory[4 + 3 * i].need(N * most_text / 4 + 1)};
+  pool.run([](void* c, int) { ((SearchCall*)c)->run(); }, &call, 2 + s.length * (8 + 4 * d.num_blocks));
+}
+extern const Kernels kernels;
+const Kernels kernels{forward, multiply, search, unpack_rows};
+}  // namespace STEP

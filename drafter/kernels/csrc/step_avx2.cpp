@@ -1,0 +1,2 @@
+#define STEP avx2
+#include "search.h"

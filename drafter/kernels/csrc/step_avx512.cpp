@@ -1,0 +1,2 @@
+#define STEP avx512
+#include "search.h"

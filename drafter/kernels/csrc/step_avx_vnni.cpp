@@ -1,0 +1,2 @@
+#define STEP avx_vnni
+#include "search.h"

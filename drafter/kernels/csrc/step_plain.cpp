@@ -1,0 +1,2 @@
+#define STEP plain
+#include "search.h"

@@ -1,0 +1,239 @@
+"""The native step: bindings of ``csrc``, whose layouts are described in ``csrc/layout.h``.
+
+The library is built when the package is installed. It holds kernels for several instruction sets, of which the processor's
+best one runs. Tensors go in as addresses; a structure keeps what its addresses point to.
+
+Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · M listed hidden states · L moved slots.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q5_K", "Q6_K")
+NORMS = {"none": 0, "rms": 1, "layer": 2}
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
+LANES = 16  # outputs of a block; slots of a block of keys
+
+_int, _float, _address = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
+
+
+class _Structure(ctypes.Structure):
+    """A structure of ``layout.h``. ``kept`` holds the memory that its addresses point to."""
+
+    def keep(self, *owners: Any) -> "Any":
+        """Hold the owners of memory as long as this structure lives; the structure."""
+        self.kept = [*getattr(self, "kept", []), *owners]
+        return self
+
+
+class Matrix(_Structure):
+    """A weight [outputs, inputs] in blocks; ``format`` is an index into FORMATS, -1: there is no such matrix."""
+
+    _fields_ = [
+        ("format", _int), ("outputs", _int), ("inputs", _int), ("is_rounded", _int),
+        ("blocks", _address), ("bias", _address),
+    ]  # fmt: skip
+
+
+class Norm(_Structure):
+    """A norm over ``size`` numbers at a time."""
+
+    _fields_ = [("kind", _int), ("size", _int), ("epsilon", _float), ("weight", _address), ("bias", _address)]
+
+
+class Rotary(_Structure):
+    """Cosines and sines of rotations [num_positions, dim / 2]."""
+
+    _fields_ = [("dim", _int), ("num_positions", _int), ("cosine", _address), ("sine", _address)]
+
+
+class Layer(_Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        ("qkv", Matrix * 3), ("up", Matrix * 2), ("output", Matrix), ("down", Matrix),
+        ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
+        ("query", Norm), ("key", Norm), ("rotary", _int), ("window", _int),
+    ]  # fmt: skip
+
+
+class Model(_Structure):
+    """A decoder and its output matrix."""
+
+    _fields_ = [
+        ("num_layers", _int), ("hidden_size", _int), ("num_heads", _int), ("num_key_heads", _int),
+        ("head_dim", _int), ("mlp_size", _int), ("vocab_size", _int),
+        ("activation", _int), ("has_gate", _int), ("num_rotaries", _int),
+        ("input_scale", _float), ("attention_scale", _float), ("attention_cap", _float), ("residual_scale", _float),
+        ("layers", ctypes.POINTER(Layer)), ("rotaries", ctypes.POINTER(Rotary)), ("final_norm", Norm), ("head", Matrix),
+    ]  # fmt: skip
+
+
+class Cache(_Structure):
+    """Keys and values of all layers."""
+
+    _fields_ = [
+        ("num_rows", _int), ("num_slots", _int), ("spare_slot", ctypes.c_int64), ("keys", _address), ("values", _address),
+    ]  # fmt: skip
+
+
+class Tokens(_Structure):
+    """Where the tokens of a forward stand."""
+
+    _fields_ = [
+        ("num_rows", _int), ("num_tokens", _int), ("first_row", _int),
+        ("token", _address), ("slot", _address), ("position", _address), ("ancestor", _address),
+    ]  # fmt: skip
+
+
+class Drafter(_Structure):
+    """The recurrent draft head."""
+
+    _fields_ = [
+        ("hidden_size", _int), ("num_blocks", _int), ("num_tokens", _int),
+        ("embedding_scale", _float), ("hidden_scale", _float),
+        ("cell", Matrix), ("down", ctypes.POINTER(Matrix)), ("blocks", ctypes.POINTER(Matrix)),
+        ("head", Matrix), ("rows", Matrix), ("token", _address), ("index", _address), ("log_odds", _address),
+        ("copies", _int), ("embedding", _address), ("embedding_matrix", ctypes.POINTER(Matrix)),
+        ("embedding_matrix_scale", _float),
+    ]  # fmt: skip
+
+
+class Search(_Structure):
+    """A beam search of some rows, and where its nodes go."""
+
+    _fields_ = [
+        ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
+        ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", ctypes.c_int64),
+        ("token", _address), ("parent", _address), ("score", _address),
+    ]  # fmt: skip
+
+
+NO_MATRIX = Matrix(format=-1)
+MOST_BEAMS = 64  # of a search
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The built library; None where the package was installed without a compiler."""
+    folder = Path(__file__).parent
+    file = next(iter(sorted(folder.glob("_native*.so"))), None)
+    if file is None:
+        return None
+    found = ctypes.CDLL(str(file))
+    found.block_bytes.restype = ctypes.c_int64
+    found.instructions.restype = ctypes.c_char_p
+    return found
+
+
+def instructions() -> str:
+    """The instruction set that runs: ``avx512-vnni``, ``avx-vnni``, ``avx2`` or ``plain``."""
+    return _library().instructions().decode()
+
+
+def use_instructions(name: str) -> bool:
+    """Run another instruction set, for tests and measurements; whether this processor has it."""
+    return bool(_library().use_instructions(name.encode()))
+
+
+def set_num_threads(number: int) -> None:
+    """Threads that share each call from now on, the caller's included."""
+    _library().set_num_threads(number)
+
+
+def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = None) -> tuple[int, torch.Tensor]:
+    """Lay rows of a file out in blocks.
+
+    Args:
+        source: format of the rows, one of FORMATS.
+        rows: address of each output's row.
+        inputs: numbers of a row.
+        target: format of the blocks; None: the source's. F32 and F16 from other float formats alone.
+
+    Returns:
+        The format's number, and the blocks as bytes.
+    """
+    number, given = FORMATS.index(target or source), FORMATS.index(source)
+    lib = _library()
+    blocks = torch.empty(int(lib.block_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)
+    blocks = blocks[-blocks.data_ptr() % 64 :]  # lines of the processor's caches
+    addresses = (ctypes.c_void_p * len(rows))(*rows)
+    lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr()))
+    return number, blocks
+
+
+def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
+    """A matrix of plain numbers, rounded to 8 bits in groups of 32 inputs as Q8_0 is; products round activations, too.
+
+    A weight that is no number becomes 0.
+    """
+    weight_OI = torch.nn.functional.pad(weight_OI.detach().float().nan_to_num(0.0, 0.0, 0.0), (0, -weight_OI.shape[1] % 32))
+    group_OGI = weight_OI.unflatten(1, (-1, 32))
+    scale_OG1 = (group_OGI.abs().amax(2, keepdim=True) / 127).clamp(1e-7, 65504).half()
+    integer_OGI = (group_OGI / scale_OG1.float()).round().clamp(-127, 127).to(torch.int8)
+    rows = torch.cat([scale_OG1.view(torch.int8), integer_OGI], 2).flatten(1).contiguous()
+    number, blocks = pack("Q8_0", [row.data_ptr() for row in rows], weight_OI.shape[1])
+    bias = None if bias_O is None else bias_O.detach().float().contiguous()
+    return Matrix(
+        number, len(rows), weight_OI.shape[1], 1, blocks.data_ptr(), None if bias is None else bias.data_ptr()
+    ).keep(blocks, bias)
+
+
+def search(drafter: Drafter, asked: Search) -> None:
+    """Beam search of rows without noise (:mod:`drafter.proposers.beam`)."""
+    _library().search(ctypes.byref(drafter), ctypes.byref(asked))
+
+
+def unpack_rows(matrix: Matrix, index_X: Tensor) -> Tensor:
+    """Rows of a matrix as numbers: int64 [X] -> float32 [X, inputs]."""
+    rows = torch.empty(len(index_X), matrix.inputs)
+    _library().unpack_rows(
+        ctypes.byref(matrix), len(index_X), _address(index_X.contiguous().data_ptr()), _address(rows.data_ptr())
+    )
+    return rows
+
+
+def multiply(matrix: Matrix, x_XI: Tensor) -> Tensor:
+    """x W^T + b: float32 [..., inputs] -> float32 [..., outputs]."""
+    flat = x_XI.reshape(-1, matrix.inputs).contiguous()
+    product = torch.empty(len(flat), matrix.outputs)
+    _library().multiply(ctypes.byref(matrix), len(flat), _address(flat.data_ptr()), _address(product.data_ptr()))
+    return product.view(*x_XI.shape[:-1], matrix.outputs)
+
+
+def forward(
+    model: Model, cache: Cache, tokens: Tokens, embedding_BTD: Tensor, state_layers: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """The decoder: float32 hidden states [B, T, D] after the last norm, and the states of listed layers (0 = embeddings,
+    i = after layer i, before the last norm), each [B, T, D]. Keys and values go to the tokens' slots. States of tokens in
+    the spare slot are 0.
+    """
+    hidden_BTD = torch.zeros_like(embedding_BTD)
+    state_MBTD = torch.zeros(len(state_layers), *embedding_BTD.shape)
+    layers = (_int * len(state_layers))(*state_layers)
+    _library().forward(
+        ctypes.byref(model), ctypes.byref(cache), ctypes.byref(tokens), _address(embedding_BTD.data_ptr()),
+        _address(hidden_BTD.data_ptr()), len(state_layers), layers, _address(state_MBTD.data_ptr()),
+    )  # fmt: skip
+    return hidden_BTD, list(state_MBTD)
+
+
+def move_slots(model: Model, cache: Cache, source_BL: Tensor, destination_BL: Tensor) -> None:
+    """Copy slots within rows 0 .. B-1 of all layers; all sources of a row are read before anything is written."""
+    num_rows, number = source_BL.shape
+    _library().move_slots(
+        ctypes.byref(model), ctypes.byref(cache), num_rows, number,
+        _address(source_BL.contiguous().data_ptr()), _address(destination_BL.contiguous().data_ptr()),
+    )  # fmt: skip
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "the native step was not built"
+    return found

@@ -1,0 +1,112 @@
+"""The native step's products: numbers against dense references, and bits over rows, tails, threads."""
+
+import ctypes
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from drafter.kernels import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
+
+ALL = ("avx512-vnni", "avx-vnni", "avx2", "plain")
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@pytest.fixture(params=ALL)
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = native.instructions()
+    if not native.use_instructions(request.param):
+        pytest.skip("this processor has no such instructions")
+    yield request.param
+    native.use_instructions(best)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    yield
+    native.set_num_threads(1)
+
+
+def stored_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """Rows as a file stores them, bytes [outputs, X], and their weights, float32 [outputs, inputs]."""
+    generator = np.random.default_rng(seed)
+    weight = generator.standard_normal((outputs, inputs)).astype(np.float32) * 0.1
+    if name in FLOATS:
+        tensor = torch.from_numpy(weight).to(FLOATS[name])
+        return tensor.view(torch.uint8).numpy().reshape(outputs, -1), tensor.float()
+    kind = Kind[name]
+    if name in ("Q4_0", "Q4_1", "Q8_0"):
+        rows = gguf.quants.quantize(weight, kind)
+    else:  # any bytes are integers; scales are small halves
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        rows = generator.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
+        scale = generator.uniform(0.001, 0.01, (outputs, inputs // block, 2)).astype(np.float16).view(np.uint8)
+        where = slice(208, 210) if name == "Q6_K" else slice(0, 4)
+        rows[:, :, where] = scale[:, :, : where.stop - where.start]
+        rows = rows.reshape(outputs, -1)
+    return rows, torch.from_numpy(gguf.quants.dequantize(rows, kind))
+
+
+def packed(name: str, rows: np.ndarray, inputs: int, *, is_rounded: bool = False, bias: torch.Tensor | None = None):
+    rows = np.ascontiguousarray(rows)
+    number, blocks = native.pack(name, [rows[i].ctypes.data for i in range(len(rows))], inputs)
+    address = None if bias is None else bias.data_ptr()
+    return native.Matrix(number, len(rows), inputs, is_rounded, blocks.data_ptr(), address).keep(blocks, bias)
+
+
+def assert_product(found_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor) -> None:
+    """Errors are roundings of a sum: a share of the sum of sizes."""
+    x_NI, weight_OI = x_NI.double(), weight_OI.double()
+    size_NO = x_NI.abs() @ weight_OI.abs().T + bias_O.abs()
+    assert ((found_NO - x_NI @ weight_OI.T - bias_O).abs() <= 1e-6 * size_NO).all()
+
+
+@pytest.mark.parametrize("name", native.FORMATS)
+def test_products_are_the_dense_products_and_have_the_same_bits_for_any_rows_and_threads(
+    name: str, instructions: str
+) -> None:
+    outputs, inputs = (83, 512) if name not in FLOATS else (83, 70)  # tails of outputs and inputs
+    rows, weight_OI = stored_rows(name, outputs, inputs)
+    bias_O, x_NI = torch.randn(outputs), torch.randn(29, inputs)
+    matrix = packed(name, rows, inputs, bias=bias_O)
+    assert native.unpack_rows(matrix, torch.arange(outputs)).equal(weight_OI)
+    y_NO = native.multiply(matrix, x_NI)
+    assert_product(y_NO, x_NI, weight_OI, bias_O)
+    for is_rounded in (False, True):
+        matrix = packed(name, rows, inputs, is_rounded=is_rounded, bias=bias_O)
+        native.set_num_threads(1)
+        one_by_one = torch.cat([native.multiply(matrix, x_NI[n : n + 1]) for n in range(29)])
+        for num_rows in (2, 3, 5, 7, 8, 11, 29):
+            native.set_num_threads(1 + num_rows % 3)
+            assert native.multiply(matrix, x_NI[:num_rows]).equal(one_by_one[:num_rows])
+
+
+@pytest.mark.parametrize("name", [name for name in native.FORMATS if name not in FLOATS])
+def test_rounded_activations_give_the_product_of_the_integers(name: str, instructions: str) -> None:
+    rows, weight_OI = stored_rows(name, 48, 256)
+    x_NI = torch.randn(5, 256)
+    scale_NG = x_NI.view(5, 8, 32).abs().amax(2) / 127
+    rounded_NI = ((x_NI.view(5, 8, 32) / scale_NG[:, :, None]).round() * scale_NG[:, :, None]).view(5, 256)
+    found = native.multiply(packed(name, rows, 256, is_rounded=True), x_NI)
+    assert_product(found, rounded_NI, weight_OI, torch.zeros(48))
+
+
+def test_float_weights_of_one_value_have_the_same_bits_in_every_format(instructions: str) -> None:
+    weight_OI, x_NI = torch.randn(40, 64).bfloat16(), torch.randn(3, 64)
+    rows = weight_OI.float().half().bfloat16().float()  # numbers of all three formats
+    products = []
+    for name, dtype in FLOATS.items():
+        stored = rows.to(dtype).view(torch.uint8).numpy().reshape(40, -1)
+        products.append(native.multiply(packed(name, stored, 64), x_NI))
+    assert products[0].equal(products[1]) and products[0].equal(products[2])
+
+
+def test_structures_are_those_of_the_library() -> None:
+    """Sizes by C's rules: a field that one side lacks moves all behind."""
+    assert ctypes.sizeof(native.Matrix) == 32 and ctypes.sizeof(native.Norm) == 32
+    assert ctypes.sizeof(native.Layer) == 7 * 32 + 6 * 32 + 8
