@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from drafter.data.encode import EMPTY, NO_ANSWER, TOO_LONG, EncodedRow, RowEncoder, encode_files
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_conversation, encode_rows, tiny_tokenizer, write_jsonl
@@ -26,6 +27,28 @@ def test_the_end_of_a_cut_answer_is_not_the_targets() -> None:
     messages = [{"role": "system", "content": "Be brief."}, *chat("a", "one", "b", "né🙂é")]
     for is_cut, end in ((False, "<|end|>"), (True, "")):
         assert trained_text(encode_conversation(TOKENIZER, messages, is_cut=is_cut)) == f"one<|end|>né🙂é{end}"
+
+
+TURNS = "{% for m in messages %}{{ USER if m['role'] == 'user' else ANSWER }}{% endfor %}"
+# Forms of turns, and what the target writes of the answers "the" and "A".
+FORMS = {
+    "mistral": ("'[INST] ' + m['content'] + ' [/INST]'", "' ' + m['content'] + '<|end|>'", " the<|end|> A<|end|>"),
+    "llama": ("'[I] ' + m['content'] + ' [/I]'", "' ' + m['content'] + ' ' + '<|end|>'", " the <|end|> A <|end|>"),
+    "alpaca": ("'Q:\n' + m['content'] + '\n\nA:'", "'\n' + m['content'] + '\n\n'", "\nthe\nA"),
+    "no mark": ("'<|user|>' + m['content'] + '<|bot|>'", "m['content'] + '\n'", "theA"),
+    "words": ("m['content'] + '\n'", "'Answer: ' + m['content'] + '<|end|>'", " the<|end|>A<|end|>"),
+    "mark": ("m['content'] + '<|bot|>'", "'the<|user|>' + m['content'] + '<|end|>'", "the<|end|>A<|end|>"),
+}
+
+
+@pytest.mark.parametrize("has_trimmed_offsets", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_is_trained_on_from_its_first_token_to_its_end_mark(form: str, has_trimmed_offsets: bool) -> None:
+    """A space of the template shares the first token; words of the template that look like the answer do not count."""
+    user, answer, trained = FORMS[form]
+    tokenizer = tiny_tokenizer(TURNS.replace("USER", user).replace("ANSWER", answer))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=has_trimmed_offsets)
+    assert trained_text(encode_conversation(tokenizer, chat("Who?", "the", "Me?", "A")), tokenizer) == trained
 
 
 def test_a_template_may_trim_answers_and_put_text_before_them() -> None:
