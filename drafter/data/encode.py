@@ -19,11 +19,13 @@ from drafter.data.reading import RawRow, fingerprint_of, read_records
 from drafter.data.rows import TokenRows
 from drafter.targets.chat import limited_map, render_chat, what_runs
 
-_BATCH_ROWS = 256  # rows that are rendered in one call
+_BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows that are rendered in one call, and their text
+_MOST_CHARACTERS = 4 << 20  # of a row of text, prefixes included; the tokens of a text take a hundred times its memory
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
 _VERSION = 6
 NO_ANSWER, EMPTY = "without an answer", "an empty answer"
 _MARK = "an answer ends with a special token as text: remove the token from the file"
+_TOO_MUCH = f"more than {_MOST_CHARACTERS:,} characters, the text before each answer included: split the row"
 TOO_LONG = "the answer begins after the maximal length"
 _PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
 
@@ -90,8 +92,15 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
 
     def rows() -> Iterator[dict[str, Any]]:
         records = read_records(name, streaming=False)
-        while batch := list(itertools.islice(records, _BATCH_ROWS)):
-            yield from (row.columns() for row in encoder.encode(batch))
+        batch: list[RawRow] = []
+        num_bytes = 0
+        for record in records:
+            batch.append(record)
+            num_bytes += len(repr(record.fields))
+            if len(batch) == _BATCH_ROWS or num_bytes > _BATCH_BYTES:
+                yield from (row.columns() for row in encoder.encode(batch))
+                batch, num_bytes = [], 0
+        yield from (row.columns() for row in encoder.encode(batch))
 
     settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
     key = json.dumps([fingerprint_of(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
@@ -246,6 +255,8 @@ class RowEncoder:
         if isinstance(rendered, str):
             return EncodedRow([], [], problem=rendered)
         text, spans = rendered
+        if len(text) + sum(prefix_end for prefix_end, *_ in spans) > _MOST_CHARACTERS:
+            return EncodedRow([], [], problem=_TOO_MUCH)
         texts = [text, *(text[:prefix_end] for prefix_end, *_ in spans)]
         encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
         whole, *prefixes = encoded.encodings
@@ -272,6 +283,8 @@ class RowEncoder:
 
     def _chunks(self, text: str) -> list[EncodedRow]:
         """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
+        if len(text) > _MOST_CHARACTERS:
+            return [EncodedRow([], [], problem=_TOO_MUCH)]
         ids = list(self.tokenizer(text)["input_ids"])
         size = self.max_length or max(1, len(ids))
         # A last token alone would train nothing.

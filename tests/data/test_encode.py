@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from drafter.data import encode
 from drafter.data.encode import EMPTY, NO_ANSWER, TOO_LONG, EncodedRow, RowEncoder, encode_files
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_conversation, encode_rows, tiny_tokenizer, write_jsonl
 
@@ -137,6 +138,15 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
     reason = r"c.jsonl: nothing to train on: 1 rows dropped, .* line 1: without an answer; .* line 2: the tokens"
     with pytest.raises(ValueError, match=reason):
         encode_files([name], RowEncoder(TOKENIZER))
+
+
+def test_a_text_that_takes_gigabytes_of_tokens_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text before each answer is encoded too, so that many turns count as their square."""
+    monkeypatch.setattr(encode, "_MOST_CHARACTERS", 5000)
+    turns, long = chat(*["a", "b"] * 50), chat("a" * 4000, "b")
+    problems = [row.problem for row in encode_rows([{"text": "a" * 5001}, {"messages": turns}, {"messages": long}])]
+    assert problems[:1] * 2 == problems[:2] and "characters" in problems[0] and "characters" in problems[2]
+    assert not encode_rows([{"text": "a" * 5000}])[0].problem
 
 
 def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows() -> None:
