@@ -113,7 +113,7 @@ def test_default_then_file_then_flag(name: str, tmp_path: Path, capsys: pytest.C
 def test_training_reads_its_own_config_and_says_errors_in_one_line(
     tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = str(Path(__file__).resolve().parents[2] / "configs/train/smollm2-135m-quick.yaml")
+    quick = str(Path(__file__).resolve().parents[2] / "drafter/configs/train/smollm2-135m-quick.yaml")
     first = printed("train", ["--model.optim.lr", "0.5", "--config", quick], capsys)
     assert first["model"]["optim"]["lr"] == 0.5, "the flag goes before the file"
     file = tmp_path / "all.yaml"
