@@ -62,6 +62,12 @@ def resolve(name: str) -> Path | str:
     An alias gives its fetched folder, a `.gguf` file a folder converted from it, which `$DRAFTER_HOME` keeps until the
     file changes. ValueError for a name that is nothing of all this.
     """
+    place = check_name(name)
+    return _converted(place) if isinstance(place, Path) and place.is_file() else place
+
+
+def check_name(name: str) -> Path | str:
+    """The folder, `.gguf` file or hub id of a name, as far as files alone tell; errors as of :func:`resolve`."""
     if name in ALIASES:
         folder = home_folder() / "targets" / name
         if not is_whole(folder):
@@ -75,7 +81,7 @@ def resolve(name: str) -> Path | str:
             )
         return path
     if file := gguf_path(name):
-        return _converted(file)
+        return file
     if path.is_file():
         raise ValueError(f"--target {name} is a file: give a .gguf file, or the folder that holds the model.")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -151,7 +151,9 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
                 logger.experiment.finish(exit_code)
     if trainer.is_global_zero:
         best = trainer.checkpoint_callback.best_model_path or "none"
-        print(f"done: {trainer.global_step} steps; best {best}, last {last_checkpoint(trainer)}")
+        has_run_out = trainer.global_step < trainer.max_steps and not trainer.should_stop
+        why = f", as --trainer.max_epochs {trainer.max_epochs} allows (-1: no limit)" if has_run_out else ""
+        print(f"done: {trainer.global_step} steps{why}; best {best}, last {last_checkpoint(trainer)}")
 
 
 def _parse(args: list[str]) -> TrainCLI:

@@ -39,11 +39,13 @@ class Options:
         positional: the field that is given without a flag.
         common: fields that the help shows first.
         rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only.
+        kept: what Ctrl-C leaves of the command's work, and how to go on.
     """
 
     positional: ClassVar[str | None] = None
     common: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
+    kept: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_ranges(self)

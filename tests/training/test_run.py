@@ -102,6 +102,14 @@ def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Pa
     assert wanted | {"val/loss", "val/top8_d2"} <= set(header)
 
 
+def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--trainer.max_steps", "99", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")
+    assert main_train(words(place, place / "short", *more)) == 0
+    assert "done: 2 steps, as --trainer.max_epochs 1 allows (-1: no limit); best" in capsys.readouterr().out
+    assert main_train(words(place, place / "whole-too", "--trainer.max_steps", "2")) == 0
+    assert "done: 2 steps; best" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("stop", "hook", "limit"),
     [
@@ -303,7 +311,8 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
     sound = torch.load(checkpoint, weights_only=True)
     state = sound["state_dict"]
     for content, fragment in (
-        ({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, "cannot be read"),
+        ({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, "cannot be read: .* numbers and text alone"),
+        ({"drafter_config": {}, "state_dict": {}, "hyper_parameters": {"optim": {(1, 2): 3}}}, "settings are no JSON"),
         ({"state_dict": {}}, "drafter_config: Field required"),
         (sound | {"state_dict": {}}, "missing"),
         (sound | {"state_dict": state | {"drafter.head.weight": torch.zeros(2)}}, "head.weight"),
