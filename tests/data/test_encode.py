@@ -121,7 +121,7 @@ def test_ids_of_another_model_are_refused() -> None:
 
 
 def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
-    turns = [("a", "one"), ("a",), ("a", " "), ("a", "two", "b"), ("a" * 40, "three"), ("a", "b" * 40)]
+    turns = [("a", "one"), ("a",), ("a", None), ("a", "two", "b"), ("a" * 40, "three"), ("a", "b" * 40)]
     rows = [{"messages": chat(*turn)} for turn in turns] + [{"prompt_token_ids": [5], "token_ids": []}]
     encoded = encode_rows(rows, max_length=30)
     assert [trained_text(item) for item in encoded if not item.problem] == ["one<|end|>", "two<|end|>", "b" * 22]

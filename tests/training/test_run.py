@@ -110,6 +110,29 @@ def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.C
     assert "done: 2 steps; best" in capsys.readouterr().out
 
 
+def test_the_best_checkpoint_may_be_the_one_of_most_tokens_per_step(place: Path) -> None:
+    by_tokens = ("--checkpoint.monitor", "val/tokens_per_step")
+    with pytest.raises(ValueError, match="val/tokens_per_step is measured by decoding: add --trainer.callbacks"):
+        main_train(words(place, place / "by-tokens", *by_tokens))
+    with pytest.raises(ValueError, match=r"could not find the monitored key .*val/los"):
+        main_train(words(place, place / "by-nothing", "--checkpoint.monitor", "val/los"))
+    callback = (
+        "--trainer.callbacks",
+        "drafter.training.callbacks.TokensPerStep",
+        "--trainer.callbacks.num_prompts",
+        "2",
+    )
+    assert main_train(words(place, place / "by-tokens", *by_tokens, *callback)) == 0
+    content = torch.load(place / "by-tokens" / "checkpoints" / "best.ckpt", weights_only=True)
+    (state,) = (value for name, value in content["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    assert state["best_model_score"] == max(float(score) for score in tokens_per_step(place / "by-tokens"))
+
+
+def tokens_per_step(run: Path) -> list[str]:
+    rows = csv.DictReader((run / "logs" / "version_0" / "metrics.csv").read_text().splitlines())
+    return [row["val/tokens_per_step"] for row in rows if row["val/tokens_per_step"]]
+
+
 @pytest.mark.parametrize(
     ("stop", "hook", "limit"),
     [
