@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.targets.gguf_file import convert_gguf
+from drafter.targets.gguf_file import VERSION, convert_gguf
 from drafter.targets.home import home_folder, is_whole, keep, key_of
 from drafter.utils.io import first_line, replacing
 
@@ -159,7 +159,7 @@ def stored_file(name: str) -> tuple[Path, Path] | None:
 
 def _converted(file: Path, *, has_weights: bool = True) -> Path:
     """The folder made from a `.gguf` file, made now if the file is new or has changed."""
-    folder = home_folder() / "targets" / f"gguf-{key_of([file], has_weights)}"
+    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, VERSION))}"
     return keep(folder, lambda scratch: convert_gguf(file, scratch, has_weights=has_weights), file.name)
 
 

@@ -66,8 +66,11 @@ def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     for field, number, message in (
         ("head_count", 0, "division"),
+        ("block_count", 10**9, "its header names 1000000000 layers"),
+        ("vocab_size", 10**9, "the model of its header has"),
+        ("embedding_length", 10**6, "the model of its header has"),
         ("vocab_size", 0, "Padding_idx must be within num_embeddings"),
-        ("block_count", 9, "it lacks weights, such as model.layers.1"),
+        ("block_count", 9, "its header names 9 layers, and it holds tensors of 1"),
     ):
         file = write_gguf(tmp_path / "odd.gguf", **{field: number})
         with pytest.raises(ValueError, match=message) as caught:
