@@ -49,7 +49,7 @@ def fingerprint_of(output_weight_VD: Tensor, ends: Ends = ()) -> str:
 def ends_in_model(decoder: nn.Module) -> Iterator[tuple[str, float, float]]:
     """The ends of the matrices of plain numbers of a model in memory."""
     for name, weight in decoder.named_parameters():
-        if weight.ndim > 1 and weight.dtype in _PLAIN and not weight.is_meta:
+        if type(weight.data) is Tensor and weight.ndim > 1 and weight.dtype in _PLAIN and not weight.is_meta:
             yield name, weight.detach()[(0,) * weight.ndim].item(), weight.detach()[(-1,) * weight.ndim].item()
 
 
@@ -64,8 +64,8 @@ def ends_in_files(files: Sequence[Path]) -> Iterator[tuple[str, float, float]]:
             for name in file.keys():  # noqa: SIM118  # a file is no dict
                 part: Any = file.get_slice(name)
                 shape = part.get_shape()
-                if len(shape) < 2 or not _LAYER.search(name) or not all(shape):
-                    continue
+                if len(shape) < 2 or not _LAYER.search(name) or not all(shape) or "scale" in name:
+                    continue  # scales belong to weights that are no plain numbers
                 entries = part[tuple(slice(0, 1) for _ in shape)], part[tuple(slice(n - 1, n) for n in shape)]
                 if entries[0].dtype in _PLAIN:
                     yield name, float(entries[0]), float(entries[1])

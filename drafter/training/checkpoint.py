@@ -52,8 +52,8 @@ model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trus
 {num_parameters:,} parameters, head {head}. {num_outputs:,} of {vocab_size:,} tokens can be drafted. Trained to depth
 {draft_length} on {trained_positions:,} positions in {steps:,} steps.{measured}
 
-It works with this target only; another is refused by a fingerprint of the output matrix. `run.json` says how this
-folder was made.
+It works with this target only; another, also a fine-tuned one, is refused by a fingerprint of the weights. `run.json`
+says how this folder was made.
 
 ## Training
 ```json

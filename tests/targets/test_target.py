@@ -18,7 +18,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.targets import loading
 from drafter.targets.cache import SlotCache
-from drafter.targets.capabilities import fingerprint_of
+from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.masks import chunk_mask, tree_mask
 from drafter.targets.target import Target
