@@ -39,7 +39,8 @@ def answer(folder: Path) -> list[int]:
     [
         ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
         ({"eos_token_id": [None]}, "Validation error for field 'eos_token_id': .*Invalid item"),
-        ({"num_hidden_layers": 5}, r"its files lack \d+ of the weights that config.json asks for"),
+        ({"num_hidden_layers": 5}, r"config.json asks for 5 layers, and its files hold 2|its files lack \d+"),
+        ({"attention_bias": True}, r"its files lack \d+ of the weights that config.json asks for"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"hidden_act": "evil"}, "'evil'"),
     ],
@@ -53,6 +54,12 @@ def test_an_odd_config_is_refused_in_one_line(
         with pytest.raises(ValueError, match=message) as caught:
             Target.load(str(folder), device="cpu", dtype="bfloat16", runtime=runtime)
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_layers_are_counted_before_they_are_built(folder: Path) -> None:
+    change(folder / "config.json", {"num_hidden_layers": 10**9})
+    with pytest.raises(ValueError, match="config.json asks for 1,000,000,000 layers, and its files hold 2"):
+        Target.load(str(folder), device="cpu", runtime="torch")
 
 
 def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:
