@@ -43,7 +43,7 @@ fi
 mapfile -t files < <(find "$inputs" -maxdepth 1 -name '*.jsonl*' ! -name 'held-out*' | sort)
 held_out=$(find "$inputs" -maxdepth 1 -name 'held-out*.jsonl' | head -n 1)
 status=0
-"$python" -m drafter train --config configs/train/smollm2-135m.yaml \
+"$python" -m drafter train --config smollm2-135m \
     --data.train "[$(IFS=,; echo "${files[*]}")]" ${held_out:+--data.val "$held_out"} \
     --data.batch_tokens 32768 --model.objective.memory_mib 2048 --model.optim.lr 2e-3 \
     --trainer.accelerator "$accelerator" --trainer.devices 1 --trainer.max_time "${MAX_TIME:-00:00:08:00}" \

@@ -10,7 +10,7 @@ run=runs/quickstart
 drafter target fetch smollm2-135m
 drafter distill --target smollm2-135m --out $run/answers.jsonl --max-new-tokens 128 --temperature 0,0.7 --num-answers 2
 if [ ! -e $run/drafter ]; then
-    drafter train --config configs/train/smollm2-135m-quick.yaml --ckpt_path last
+    drafter train --config smollm2-135m-quick --ckpt_path last
     drafter export $run/checkpoints/last.ckpt --out $run/drafter
 fi
 # In float32 every text equals plain decoding, token for token.

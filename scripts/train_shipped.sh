@@ -19,7 +19,7 @@ for temperature in 0 1; do
     drafter distill --target smollm2-135m --dtype bfloat16 --prompts "$prompts" --max-new-tokens 320 \
         --temperature $temperature --out "$work/answers-$temperature.jsonl"
 done
-drafter train --config configs/train/smollm2-135m.yaml --data.train "[$work/answers-0.jsonl,$work/answers-1.jsonl]" \
+drafter train --config smollm2-135m --data.train "[$work/answers-0.jsonl,$work/answers-1.jsonl]" \
     --data.cache_hidden_states "$work/states" --trainer.default_root_dir "$work" --ckpt_path last \
     ${START:+--model.init_from "$START"} "$@"
 drafter export "$work/checkpoints/last.ckpt" --out "$out"

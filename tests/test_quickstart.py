@@ -31,7 +31,7 @@ def test_reduced_quickstart(
     assert main(distill) == 0  # nothing is done twice
     assert rows_of(tmp_path / "answers.jsonl") == answers
 
-    config = yaml.safe_load((ROOT / "configs/train/smollm2-135m-quick.yaml").read_text())
+    config = yaml.safe_load((ROOT / "drafter/configs/train/smollm2-135m-quick.yaml").read_text())
     config["data"] |= {"train": ["answers.jsonl"], "val": 0.1, "batch_tokens": 512, "max_length": 256}
     config["trainer"] |= {"default_root_dir": "run", "max_steps": 30, "max_epochs": -1, "check_val_every_n_epoch": 100}
     (tmp_path / "quick.yaml").write_text(yaml.safe_dump(config))

@@ -112,6 +112,8 @@ class _Point:
                 is_comparable = self.params.temperature == 0 or not spec.is_peer
                 compared = compare(self.models.target, self.prompts, oracle, texts) if is_comparable else None
                 measured = {"peak_memory_bytes": peak, "identical": compared}
+                if bar.disable:
+                    print(f"{bar.desc}{len(answers)} answers in {seconds:.1f} s", file=sys.stderr)
                 append_result(self.options.out, identity | self._record(spec, backend, answers, seconds) | measured)
         return len(runs)
 

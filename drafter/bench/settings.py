@@ -190,6 +190,7 @@ class BenchOptions(MethodOptions):
     """
 
     common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "num_prompts", "batch_sizes")
+    kept: ClassVar = "finished runs are in --out; the same command goes on"
     out: Path
     methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
     draft_model: str | None = None

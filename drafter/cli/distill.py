@@ -70,6 +70,7 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
         "tree_policy", "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching",
         "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus",
     )  # fmt: skip
+    kept: ClassVar = "finished answers are in --out; the same command goes on"
     out: Path
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64

@@ -6,13 +6,16 @@ help. A function whose argument is a list of words reads its command line itself
 inside their functions, so that every `--help` answers at once.
 """
 
+import contextlib
 import inspect
 import os
+import re
 import sys
 import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # closed by the shell: >&-
             sys.stdout.flush()  # here, where a closed pipe is caught
         return code
-    except KeyboardInterrupt:
-        print("drafter: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"drafter: interrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
         return _EXIT_INTERRUPT
     except BrokenPipeError:
         # The reader of our output went away (`drafter ... | head`): also keep the interpreter's last flush quiet.
@@ -90,9 +93,19 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{printable(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
-        text = f"{error.name} is not installed: in the repository, pip install -c constraints.txt -e '.[dev]'"
+        text = f"{error.name} is not installed: pip install {_packages_with(error.name or '')}"
     # A library or a server may repeat a value, whatever its length and whatever a terminal would obey in it.
     return printable(text, _LONGEST_ERROR)
+
+
+def _packages_with(module: str) -> str:
+    """What pip installs for a module: all packages of the extra that the module belongs to."""
+    with contextlib.suppress(PackageNotFoundError):
+        found = [line.partition(";") for line in requires("recurrent-drafter") or ()]
+        extras = {name: extra for name, _, extra in found if re.split(r"[^\w-]", name)[0] == module.replace("_", "-")}
+        for extra in filter(None, extras.values()):
+            return " ".join(f"'{name.strip()}'" for name, _, other in found if other == extra)
+    return module
 
 
 def _dispatch(words: list[str]) -> int:
@@ -105,6 +118,9 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in _HELP:
         print(_overview())
         return 0 if words else _EXIT_ERROR
+    if name is None and words[1:2] and words[1] in _HELP and any(each.startswith(f"{words[0]} ") for each in COMMANDS):
+        print(_overview(f"{words[0]} "))
+        return 0
     if name is None:
         given = " ".join(words[:2]) if any(other.startswith(f"{words[0]} ") for other in COMMANDS) else words[0]
         raise ValueError(f"unknown command {given!r}{suggestion(given, COMMANDS)}. Commands: {', '.join(COMMANDS)}")
@@ -113,7 +129,16 @@ def _dispatch(words: list[str]) -> int:
     if kind is None:
         return function(rest) or 0
     options = read_options(kind, rest, f"drafter {name}")
-    return 0 if options is None else function(options) or 0
+    if options is None:
+        return 0
+    if isinstance(target := getattr(options, "target", None), str):
+        from drafter.targets.catalog import check_name
+
+        check_name(target)  # before torch is imported, which takes seconds
+    try:
+        return function(options) or 0
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(kind.kept) from stop
 
 
 def load_command(name: str) -> Callable[..., int | None]:
@@ -129,9 +154,10 @@ def options_class(function: Callable[..., Any]) -> type[Options] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Options) else None
 
 
-def _overview() -> str:
+def _overview(beginning: str = "") -> str:
+    """The commands whose names begin so, in one line each."""
     lines = ["usage: drafter COMMAND [--flags]", "", "Large language models answer faster, token for token the same.\n"]
-    for name in COMMANDS:
+    for name in (name for name in COMMANDS if name.startswith(beginning)):
         function = load_command(name)
         text = inspect.getdoc(options_class(function) or function) or ""
         lines.append(f"  {name:<12}  {text.partition(chr(10))[0]}")

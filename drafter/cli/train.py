@@ -10,7 +10,7 @@ def train(words: Sequence[str]) -> int | None:
 
     usage: drafter train --config FILE [--flags]
 
-      --config PATH                  YAML file of settings, such as configs/train/smollm2-135m-quick.yaml
+      --config PATH                  settings: a YAML file, or one of the package, such as smollm2-135m-quick
       --model.target TEXT            the language model to draft for: alias, hub id, folder or .gguf file
       --data.train PATH              answers of the target, as `drafter distill` writes them
       --trainer.max_steps INT        optimiser steps
@@ -32,7 +32,7 @@ def train(words: Sequence[str]) -> int | None:
     from drafter.training.run import main_train
 
     try:
-        return main_train(["--help" if word == "--help-all" else word for word in config_first(words)])
+        return main_train(["--help" if word == "--help-all" else word for word in config_first(words, "train")])
     except SystemExit as stop:  # of --print_config and --help
         if stop.code in (0, None):
             return 0

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from drafter.bench.settings import TuneSettings
 from drafter.engine.loading import TargetConfig
@@ -26,6 +27,7 @@ class TuneOptions(Options, TuneSettings, TargetConfig):
         num_prompts: largest number of calibration prompts
     """
 
+    kept: ClassVar = "nothing was written; a shorter measurement is --seconds 60"
     drafter: str
     out: Path | None = None
     overwrite: bool = False
@@ -52,6 +54,7 @@ def tune(options: TuneOptions) -> None:
     target = options.load()
     drafter = load_drafter(options.drafter, target)
     prompts = workload.encode(target)
+    print(f"measuring for about {options.seconds:g} seconds (--seconds)", file=sys.stderr)
     sizes, measured = run_tune(target, drafter, prompts, options, options.compile)
     made_by = run_record()
     content = {

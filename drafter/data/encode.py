@@ -8,6 +8,7 @@ characters, and the special token that closes a turn.
 import hashlib
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from drafter.data.reading import RawRow, fingerprint_of, read_records
 from drafter.data.rows import TokenRows
 from drafter.targets.chat import limited_map, render_chat, what_runs
 
-_BATCH_ROWS = 256  # rows that are rendered in one call
+_BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows that are rendered in one call, and their text
+_MOST_CHARACTERS = 4 << 20  # of a row of text, prefixes included; the tokens of a text take a hundred times its memory
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
-_VERSION = 5
+_VERSION = 6
 NO_ANSWER, EMPTY = "without an answer", "an empty answer"
 _MARK = "an answer ends with a special token as text: remove the token from the file"
+_TOO_MUCH = f"more than {_MOST_CHARACTERS:,} characters, the text before each answer included: split the row"
 TOO_LONG = "the answer begins after the maximal length"
 _PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
 
@@ -89,8 +92,15 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
 
     def rows() -> Iterator[dict[str, Any]]:
         records = read_records(name, streaming=False)
-        while batch := list(itertools.islice(records, _BATCH_ROWS)):
-            yield from (row.columns() for row in encoder.encode(batch))
+        batch: list[RawRow] = []
+        num_bytes = 0
+        for record in records:
+            batch.append(record)
+            num_bytes += len(repr(record.fields))
+            if len(batch) == _BATCH_ROWS or num_bytes > _BATCH_BYTES:
+                yield from (row.columns() for row in encoder.encode(batch))
+                batch, num_bytes = [], 0
+        yield from (row.columns() for row in encoder.encode(batch))
 
     settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
     key = json.dumps([fingerprint_of(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
@@ -191,63 +201,90 @@ class RowEncoder:
 
         return iter(limited_map(find, rows, what_runs(self.name)))
 
-    def _find_answers(self, messages: Sequence[ChatMessage], tools: Any) -> tuple[str, list[tuple[int, int, int]]]:
-        """The rendered conversation, and of each answer the end of its prefix, its start and its end in characters.
+    def _find_answers(self, messages: Sequence[ChatMessage], tools: Any) -> tuple[str, list[tuple[int, int, int, int]]]:
+        """The rendered conversation, and of each answer four places in characters: prefix, start, end, end of the turn.
 
         The prefix of an answer is the rendered conversation before the answer, with the opening of the assistant's
         turn. The text of the whole conversation must begin with the prefix, so that the answer stands where the target
-        would write it.
+        would write it. A second rendering, with a mark behind each answer, shows where the answers end; a third, of the
+        conversation up to the answer, what ends the assistant's turn.
 
         Raises:
             ValueError: the text lacks a prefix or an answer.
         """
-        text = render_chat(self.tokenizer, messages, self.name, tools=tools, has_opening=False)
-        spans: list[tuple[int, int, int]] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prefix = render_chat(self.tokenizer, messages[:index], self.name, tools=tools)
+
+        def render(turns: Sequence[ChatMessage], *, has_opening: bool = False) -> str:
+            return render_chat(self.tokenizer, turns, self.name, tools=tools, has_opening=has_opening)
+
+        def marked(turn: ChatMessage) -> ChatMessage:
+            return {**turn, "content": turn["content"] + mark} if turn["role"] == "assistant" else turn
+
+        text = render(messages)
+        mark = next(mark for mark in map("drafter{}ends".format, itertools.count()) if mark not in text)
+        stripped = [{**turn, "content": turn["content"].rstrip()} for turn in messages]
+        for turns in (messages, stripped):  # templates may trim an answer
+            parts = render([*map(marked, turns)]).split(mark)
+            if "".join(parts) == text:
+                break
+        else:
+            raise ValueError("the template changes the answer")
+        places = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if len(parts) != len(places) + 1:
+            raise ValueError("the template changes the answer")
+        spans: list[tuple[int, int, int, int]] = []
+        for index, end in zip(places, itertools.accumulate(map(len, parts)), strict=False):
+            prefix, content = render(messages[:index], has_opening=True), turns[index]["content"]
             if not text.startswith(prefix):
                 raise ValueError("the text before an answer changes when the answer is added (no usable prefix)")
-            content = message["content"]
-            start = text.find(content, len(prefix))
-            if start != len(prefix):  # templates may trim an answer, or add text between opening and answer
-                content = content.strip()
-                start = text.find(content, len(prefix))
-            if start < 0 or (spans and spans[-1][2] > len(prefix)):
+            content = content if text.endswith(content, 0, end) else content.lstrip()
+            if not text.endswith(content, len(prefix), end):
                 raise ValueError("the template changes the answer")
-            spans.append((len(prefix), start, start + len(content)))
+            closing = render([*turns[:index], marked(turns[index])]).rpartition(mark)[2]
+            turn_end = end + len(os.path.commonprefix([closing, text[end:]]))
+            spans.append((len(prefix), end - len(content), end, turn_end))
         return text, spans
 
     def _masked(self, row: Row, rendered: Any, stop_ids: set[int]) -> EncodedRow:
         """Token ids and mask of a rendered conversation, whose prefixes are compared token by token.
 
-        A token belongs to an answer if all its characters do. A token of one byte covers the byte's whole character.
-        The token that ends the last answer belongs to the mask, unless the answer ended at a length limit.
+        The mask begins with the first token behind the prefix. Text of the template between prefix and answer is left
+        out, but for spaces, which the target writes: they may share a token with the first word. The mask ends with
+        the special token that ends the turn, or with the last token inside the answer where only text of the template
+        follows, or the answer ended at a length limit. A token of one byte covers the byte's whole character.
         """
         if isinstance(rendered, str):
             return EncodedRow([], [], problem=rendered)
         text, spans = rendered
-        texts = [text, *(text[:prefix_end] for prefix_end, _, _ in spans)]
+        if len(text) + sum(prefix_end for prefix_end, *_ in spans) > _MOST_CHARACTERS:
+            return EncodedRow([], [], problem=_TOO_MUCH)
+        texts = [text, *(text[:prefix_end] for prefix_end, *_ in spans)]
         encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
         whole, *prefixes = encoded.encodings
-        loss_mask = [False] * len(whole.ids)
-        for number, (prefix, (_, start, end)) in enumerate(zip(prefixes, spans, strict=True), start=1):
-            index = len(prefix.ids)
-            if whole.ids[:index] != prefix.ids:
+        ids, offsets = whole.ids, whole.offsets
+        loss_mask = [False] * len(ids)
+        for number, (prefix, (prefix_end, start, end, turn_end)) in enumerate(zip(prefixes, spans, strict=True), 1):
+            first = len(prefix.ids)
+            if ids[:first] != prefix.ids:
                 return EncodedRow([], [], problem="the tokens before an answer change when the answer is added")
-            while index < len(loss_mask) and whole.offsets[index][0] < start:
-                index += 1
-            while index < len(loss_mask) and whole.offsets[index][1] <= end:
-                loss_mask[index] = True
-                index += 1
-            has_end = not (row.is_cut and number == len(spans))
-            if has_end and index < len(loss_mask) and whole.offsets[index][0] >= end:
-                loss_mask[index] = whole.ids[index] in stop_ids
-        return EncodedRow(whole.ids, loss_mask, is_foreign=True)
+            if text[prefix_end:start].strip():
+                while first < len(ids) and (offsets[first][1] <= start or text[offsets[first][0] : start].strip()):
+                    first += 1
+            behind = first
+            while behind < len(ids) and offsets[behind][1] <= end:
+                behind += 1
+            closing = behind
+            while closing < len(ids) and ids[closing] not in stop_ids and not text[end : offsets[closing][1]].strip():
+                closing += 1
+            has_end = closing < len(ids) and ids[closing] in stop_ids and offsets[closing][0] < turn_end
+            if has_end and not text[end : offsets[closing][0]].strip() and not (row.is_cut and number == len(spans)):
+                behind = closing + 1
+            loss_mask[first:behind] = [True] * (behind - first)
+        return EncodedRow(ids, loss_mask, is_foreign=True)
 
     def _chunks(self, text: str) -> list[EncodedRow]:
         """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
+        if len(text) > _MOST_CHARACTERS:
+            return [EncodedRow([], [], problem=_TOO_MUCH)]
         ids = list(self.tokenizer(text)["input_ids"])
         size = self.max_length or max(1, len(ids))
         # A last token alone would train nothing.

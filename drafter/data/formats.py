@@ -43,8 +43,8 @@ def _turn_of(turn: Any) -> Any:
         return turn
     names = ("role", "from"), ("content", "value", "text")
     role, content = (next((turn[name] for name in group if turn.get(name) is not None), None) for group in names)
-    if content is None and _has_parts(turn):
-        content = ""
+    if content is None and (_has_parts(turn) or _ROLES.get(str(role)) == "assistant"):
+        content = ""  # no answer drops a row, as an empty one does; a question has to be there
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         others = [part.get("type") for part in content if not isinstance(part.get("text"), str)]
         if others:

@@ -17,6 +17,8 @@ from drafter.data.reading import fingerprint_of
 from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
+from drafter.utils.fingerprint import same_fingerprint
+from drafter.utils.parse import read_json_object
 from drafter.utils.validate import Range
 
 _MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
@@ -41,6 +43,7 @@ class ChatDataModule(LightningDataModule):
         train_on: Literal["answers", "everything"] = "answers",
         seed: int = 0,
         columns: dict[str, str] | None = None,
+        foreign_answers: bool = False,
         revision: str | None = None,
         trust_remote_code: bool = False,
         cache_hidden_states: str | None = None,
@@ -57,6 +60,7 @@ class ChatDataModule(LightningDataModule):
                 distributions. Validation is on answers in both cases.
             seed: seed of the order of the rows.
             columns: our key to the files' key, such as {"prompt": "question"}.
+            foreign_answers: train on answers although the settings file beside them names another target.
             revision: hub revision of the target.
             trust_remote_code: run the target's own tokenizer code.
             cache_hidden_states: folder for the target's hidden states, which are computed once and read in every epoch.
@@ -86,7 +90,7 @@ class ChatDataModule(LightningDataModule):
         self._target_name = target
         self._max_length, self._columns, self._batch_tokens = max_length, columns, batch_tokens
         self.train_on = train_on
-        self._seed = seed
+        self._seed, self._foreign_answers = seed, foreign_answers
         self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self._cache_folder, self._stored_folder = cache_hidden_states, hidden_states
         self._states: dict[str, StatesOnDisk] = {}
@@ -125,7 +129,11 @@ class ChatDataModule(LightningDataModule):
 
         Batches then carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``) in the target's dtype, and their
         rows begin ``draft_length + 1`` positions before the first token that is trained on.
+
+        Raises:
+            ValueError: another target wrote the answers, or unfit files of states.
         """
+        self._check_writer(target)
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
             longest = max(int(rows.length_R.max()) for rows in self.rows.values())
@@ -135,6 +143,22 @@ class ChatDataModule(LightningDataModule):
             shape["batch_tokens"] = self._batch_tokens
             folder = self._cache_folder
             self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in self.rows.items()}
+
+    def _check_writer(self, target: Target) -> None:
+        """Refuse files of another target's answers, as the settings file beside them says, unless ``foreign_answers``.
+
+        Raises:
+            ValueError: names file and flag.
+        """
+        named = self._val if isinstance(self._val, list) else [self._val] if isinstance(self._val, str) else []
+        for name in [] if self._foreign_answers else [*self._train_names, *named]:
+            settings = Path(f"{name}.settings.json")
+            written = read_json_object(settings).get("target_fingerprint") if settings.is_file() else None
+            if written is not None and not same_fingerprint(str(written), target.fingerprint):
+                raise ValueError(
+                    f"{name}: another target than {target.name!r} wrote these answers, as {settings.name} says: let "
+                    "this one answer (`drafter distill`), or train on them with --data.foreign_answers true"
+                )
 
     def val_prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different held-out prompts, up to the opening of the first answer.

@@ -1,13 +1,14 @@
 """Raw rows of files and of hub data sets, each with its place for messages.
 
-A line of a JSONL file becomes an object by itself, so that an error names the line and no value changes its type.
-`datasets` reads JSON, Parquet, CSV and hub data sets, whose columns have types. No code of a data set is run.
+A file of any kind is read row by row, within limits that do not depend on its size, so that an error names the row and
+no value changes its type. `datasets` reads data sets of the hub. No code of a data set is run.
 """
 
 import contextlib
-import glob
+import csv
 import gzip
 import hashlib
+import itertools
 import re
 import sys
 import zlib
@@ -15,12 +16,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from drafter.utils import parse
 from drafter.utils.io import first_line
-from drafter.utils.parse import parse_json, read_lines
+from drafter.utils.parse import parse_json, read_lines, read_objects
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-_TABLES = {".json": "json", ".json.gz": "json", ".parquet": "parquet", ".csv": "csv"}
+_JSON = (".json", ".json.gz")
 _KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, *.csv, or a hub data set (owner/name or owner/name:split)"
+_MOST_COLUMNS = 1000
+_MOST_VALUES = 1 << 27  # of lists in a row group of Parquet, whose run lengths may stand for any number
+_MOST_BYTES = 64 << 20  # of decoded rows of Parquet, were each as large as all packed values of its row group
 
 
 class RawRow(NamedTuple):
@@ -35,7 +40,7 @@ def read_records(name: str | Path, *, streaming: bool = True) -> Iterator[RawRow
 
     Args:
         name: path, or ``owner/name[:split]`` of a hub data set.
-        streaming: without a copy in the cache folder of `datasets`, which only tables and hub data sets have.
+        streaming: read a hub data set without a copy in the cache folder of `datasets`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -44,8 +49,7 @@ def read_records(name: str | Path, *, streaming: bool = True) -> Iterator[RawRow
     """
     name, record = str(name), None
     path = _file_of(name)
-    is_jsonl = path is not None and name.lower().endswith(_JSONL)
-    for record in read_json_lines(path, name) if path is not None and is_jsonl else _table_rows(name, path, streaming):
+    for record in _hub_rows(name, streaming) if path is None else _file_rows(path, name):
         yield record
     if record is None:
         raise ValueError(f"{name} holds no rows")
@@ -56,7 +60,7 @@ def fingerprint_of(name: str) -> str:
     path = _file_of(name)
     if path is None:
         with reading(name, is_hub=True):
-            return str(_load(name, None, streaming=False)._fingerprint)
+            return str(_load(name, streaming=False)._fingerprint)
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -72,33 +76,103 @@ def read_json_lines(path: Path, name: str, *, skip_torn: bool = False) -> Iterat
     Raises:
         ValueError: a pipe, damage, a line beyond the limit, or a line that is no JSON object.
     """
+    with _open(path, name) as stream:
+        for number, line in read_lines(stream, name):
+            where = f"{name}, line {number}"
+            if skip_torn and not line.endswith(b"\n"):
+                print(f"{where}: left out, as the line is not written to its end", file=sys.stderr)
+            elif line.strip():
+                yield _row_of(line, where)
+
+
+@contextlib.contextmanager
+def _open(path: Path, name: str) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked if its name ends with .gz."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{name} is no regular file: write the rows to a file first")  # a pipe would be waited for
-    number, is_packed = 0, path.name.lower().endswith(".gz")
     try:
-        with cast(BinaryIO, gzip.open(path, "rb")) if is_packed else path.open("rb") as stream:
-            for number, line in read_lines(stream, name):
-                where = f"{name}, line {number}"
-                if skip_torn and not line.endswith(b"\n"):
-                    print(f"{where}: left out, as the line is not written to its end", file=sys.stderr)
-                elif line.strip():
-                    fields = parse_json(line, where)
-                    if not isinstance(fields, dict):
-                        raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
-                    yield RawRow({key: value for key, value in fields.items() if value is not None}, where)
+        with cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb") as stream:
+            yield stream
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{name}: damaged gzip file after line {number} ({error})") from error
+        raise ValueError(f"{name}: damaged gzip file ({error})") from error
 
 
-def _table_rows(name: str, path: Path | None, streaming: bool) -> Iterator[RawRow]:
-    with reading(name, is_hub=path is None):
-        for number, item in enumerate(_load(name, path, streaming=streaming), start=1):
+def _row_of(data: bytes, where: str) -> RawRow:
+    fields = parse_json(data, where)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: a row must be an object with keys, not {type(fields).__name__}")
+    return RawRow({key: value for key, value in fields.items() if value is not None}, where)
+
+
+def _file_rows(path: Path, name: str) -> Iterator[RawRow]:
+    """The rows of a file by the end of its name."""
+    if name.lower().endswith(_JSONL):
+        yield from read_json_lines(path, name)
+    elif name.lower().endswith(".parquet"):
+        yield from _parquet_rows(path, name)
+    else:
+        with _open(path, name) as stream:
+            if name.lower().endswith(_JSON):
+                yield from (_row_of(data, f"{name}, row {number}") for number, data in read_objects(stream, name))
+            else:
+                yield from _csv_rows(stream, name)
+
+
+def _csv_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
+    """The rows of a table with a header; all values are text, and a short row lacks its last columns."""
+    csv.field_size_limit(parse.MAX_LINE_MIB << 20)  # 128 KiB by default
+    lines = (line.decode("utf-8-sig" if number == 1 else "utf-8") for number, line in read_lines(stream, name))
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        _check_columns(len(reader.fieldnames or ()), name)
+        for number, item in enumerate(reader, start=1):
+            if None in item:
+                raise csv.Error(f"more values than the {len(item) - 1} columns of the header")
+            yield RawRow({key: value for key, value in item.items() if value is not None}, f"{name}, row {number}")
+    except (csv.Error, UnicodeDecodeError) as error:
+        place = f"{name}, line {reader.line_num}" if reader.line_num else name
+        raise ValueError(f"{place}: the file cannot be read ({error})") from error
+
+
+def _parquet_rows(path: Path, name: str) -> Iterator[RawRow]:
+    """The rows of a Parquet file, a few at a time: a packed page may hold any number of copies of a long value."""
+    with reading(name, is_hub=False):
+        from pyarrow import parquet
+
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            about = file.metadata
+            _check_columns(about.num_columns, name)
+            is_list = [about.schema.column(index).max_repetition_level > 0 for index in range(about.num_columns)]
+            for group in range(about.num_row_groups):
+                chunks = [about.row_group(group).column(index) for index in range(about.num_columns)]
+                num_values = (chunk.num_values for chunk in itertools.compress(chunks, is_list))
+                if max(num_values, default=0) > _MOST_VALUES:
+                    raise ValueError(f"more than {_MOST_VALUES:,} values in a row group: write smaller row groups")
+                largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+                num_rows = min(256, max(1, _MOST_BYTES // max(1, largest)))
+                for batch in file.iter_batches(num_rows, row_groups=[group], use_threads=False):
+                    if batch.nbytes > batch.num_rows * parse.MAX_LINE_MIB << 20:
+                        raise ValueError(f"a row after row {number} is longer than {parse.MAX_LINE_MIB} MiB: split it")
+                    for item in batch.to_pylist():
+                        number += 1
+                        yield RawRow(without_null(item), f"{name}, row {number}")
+
+
+def _check_columns(number: int, name: str) -> None:
+    if number > _MOST_COLUMNS:
+        raise ValueError(f"{name}: {number:,} columns are more than {_MOST_COLUMNS:,}: name rows by line, as JSON")
+
+
+def _hub_rows(name: str, streaming: bool) -> Iterator[RawRow]:
+    with reading(name, is_hub=True):
+        for number, item in enumerate(_load(name, streaming=streaming), start=1):
             yield RawRow(without_null(item), f"{name}, row {number}")
 
 
 def _file_of(name: str) -> Path | None:
     """The file of a name, None for ``owner/name[:split]``; an error for what is no file of a known kind."""
-    path, is_file_like = Path(name).expanduser(), name.lower().endswith((*_JSONL, *_TABLES))
+    path, is_file_like = Path(name).expanduser(), name.lower().endswith((*_JSONL, *_JSON, ".parquet", ".csv"))
     if not path.exists():
         if not is_file_like and re.fullmatch(r"[^./~][^/]*/[^/]+", name):
             return None
@@ -110,29 +184,22 @@ def _file_of(name: str) -> Path | None:
     return path
 
 
-def _load(name: str, path: Path | None, *, streaming: bool) -> Any:
-    """The ``datasets.Dataset`` of a table or hub data set, or its stream."""
+def _load(name: str, *, streaming: bool) -> Any:
+    """The ``datasets.Dataset`` of a hub data set, or its stream."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by us
     hub_logging.set_verbosity_error()
-    if path is None:
-        repository, _, split = name.partition(":")
-        return datasets.load_dataset(repository, streaming=streaming, split=split or "train")
-    kind = next(kind for suffix, kind in _TABLES.items() if name.lower().endswith(suffix))
-    options: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
-    file = glob.escape(str(path.absolute()))
-    return datasets.load_dataset(kind, streaming=streaming, split="train", data_files=file, **options)
+    repository, _, split = name.partition(":")
+    return datasets.load_dataset(repository, streaming=streaming, split=split or "train")
 
 
 @contextlib.contextmanager
 def reading(name: str, *, is_hub: bool) -> Iterator[None]:
-    """Errors of `datasets`, pandas and Arrow within the block become one line that begins with ``name``."""
+    """Errors of `datasets` and Arrow within the block become one line that begins with ``name``."""
     try:
         yield
-    except StopIteration as error:  # of an empty JSON file
-        raise ValueError(f"{name} holds no rows") from error
     except Exception as error:
         # The parsers read a file as whatever the file holds: their errors are of any type.
         cause = error.__cause__ or error

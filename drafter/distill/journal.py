@@ -11,9 +11,11 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from drafter.data.reading import read_json_lines
+from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.io import write_atomic
 from drafter.utils.parse import read_json_object
 
@@ -87,10 +89,12 @@ class Journal:
             )
         recorded = read_json_object(self.settings_path)
         for name in {**settings, **recorded}:
-            if settings.get(name) != recorded.get(name):
+            now, then = settings.get(name), recorded.get(name)
+            is_same = name == "target_fingerprint" and same_fingerprint(str(now), str(then))
+            if now != then and not is_same:
                 raise ValueError(
-                    f"--out {self.path} was written with {name} = {recorded.get(name)!r}, now it is "
-                    f"{settings.get(name)!r}: use the same settings to continue, or another --out"
+                    f"--out {self.path} was written with {name} = {short(then)}, now it is {short(now)}: use the same "
+                    "settings to continue, or another --out"
                 )
 
     def _remove_incomplete_line(self) -> None:

@@ -82,6 +82,11 @@ class EngineAnswerer:
 
     engine: "Engine"
 
+    def __post_init__(self) -> None:
+        target = self.engine.target
+        if not getattr(target.tokenizer, "chat_template", None):
+            raise ValueError(f"target {target.name!r} has no chat template: use an instruction-tuned one")
+
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that, with prompts and sampling parameters, determine the answers."""

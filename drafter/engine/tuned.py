@@ -14,6 +14,7 @@ from pydantic import Field
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
+from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.parse import read_json, validated
 from drafter.utils.provenance import cpu_name
 
@@ -252,8 +253,9 @@ def misfit(sizes: TunedSizes, present: Mapping[str, Any]) -> str:
     """The first condition of a measurement that is not the present one, in words; empty if the sizes fit."""
     for name, found in present.items():
         measured = getattr(sizes, name)
-        if measured not in (None, found):
-            return f"was measured for another {name.partition('_')[0]} ({measured}, not {found})"
+        is_same = name == "target_fingerprint" and same_fingerprint(measured, found)
+        if measured not in (None, found) and not is_same:
+            return f"was measured for another {name.partition('_')[0]} ({str(measured)[:99]}, not {str(found)[:99]})"
     return ""
 
 

@@ -51,7 +51,7 @@ class DrafterConfig(PreTrainedConfig):
         embedding_scale: constant on e before the cell, which brings e to rms 1. Both fold into the weights.
         target_name: name of the drafter's target, for messages and as a default.
         target_revision: its hub revision, if any.
-        target_fingerprint: sample of the target's output matrix; empty = unchecked.
+        target_fingerprint: sample of the target's weights; empty = unchecked.
 
     Raises:
         ValueError: a value out of range, or an unknown key.

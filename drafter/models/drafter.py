@@ -26,6 +26,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
 from drafter.models.config import DrafterConfig
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
+from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.parse import read_json_object
 
 _log = logging.getLogger(__name__)
@@ -335,23 +336,8 @@ def check_target(config: DrafterConfig, target: TargetLike) -> None:
             raise ValueError(f"{mine} ({what} {wanted}) and cannot draft for {target.name!r} ({what} {found})")
     if config.target_fingerprint and not same_fingerprint(config.target_fingerprint, target.fingerprint):
         raise ValueError(
-            f"{mine} and cannot draft for {target.name!r}: their output matrices differ; "
+            f"{mine} and cannot draft for {target.name!r}: their weights differ; "
             "give the target it was trained for (--target), or train a drafter for this one"
         )
     if config.target_fingerprint.partition("-")[2] != target.fingerprint.partition("-")[2]:
         _log.warning("%s, and %r has its weights rounded otherwise: fewer drafts may be accepted", mine, target.name)
-
-
-def same_fingerprint(first: str, second: str) -> bool:
-    """Whether two samples (bfloat16 values in hex) show the same matrix, up to the rounding of a float16 copy.
-
-    >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
-    (True, False)
-
-    The part after a hyphen names the scheme that rounded the target's weights; the comparison ignores the part.
-    """
-    digits = [sample.partition("-")[0] for sample in (first, second)]
-    if len(digits[0]) != len(digits[1]):
-        return False
-    one, other = (torch.frombuffer(bytearray.fromhex(text), dtype=torch.bfloat16).float() for text in digits)
-    return torch.allclose(one, other, rtol=2.0**-6, atol=1e-6)

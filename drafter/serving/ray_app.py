@@ -1,6 +1,6 @@
 """The server on Ray Serve: replicas on many GPUs and machines; the number of replicas follows the queue.
 
-    serve run configs/serve/ray/serve.yaml                       # or: serve deploy, to a cluster that runs
+    serve run drafter/configs/serve/ray/serve.yaml                       # or: serve deploy, to a cluster that runs
 
 A replica is one engine with one copy of the models. Ray sends a request to the replica with the fewest requests, and
 passes streams through. A replica that is told to stop finishes its answers first. Ray replaces a replica that dies; the

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
-_NUM_SAMPLES = 32
 
 
 class LogitMap(NamedTuple):
@@ -234,18 +233,6 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
         if torch.allclose(logit_map(raw_BTV).float(), wanted_BTV, rtol=tolerance, atol=tolerance):
             return logit_map
     raise ValueError(f"target {name!r} computes its logits from the last hidden state in a way that is not known here")
-
-
-def fingerprint_of(output_weight_VD: Tensor) -> str:
-    """A sample of the output matrix that tells targets apart: 32 evenly spread entries as bfloat16, in hex.
-
-    Compared with a tolerance (:func:`drafter.models.drafter.same_fingerprint`), because a float16 copy of the weights
-    rounds a little differently. Depends on neither device nor file format.
-    """
-    flat = output_weight_VD.reshape(-1)
-    index = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLES, dtype=torch.float64).long()
-    values = flat[index.to(flat.device)].float().to(torch.bfloat16).cpu()
-    return values.view(torch.int16).numpy().astype("<i2").tobytes().hex()
 
 
 def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:

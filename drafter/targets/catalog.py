@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.targets.gguf_file import convert_gguf
+from drafter.targets.gguf_file import VERSION, convert_gguf
 from drafter.targets.home import home_folder, is_whole, keep, key_of
 from drafter.utils.io import first_line, replacing
 
@@ -62,6 +62,12 @@ def resolve(name: str) -> Path | str:
     An alias gives its fetched folder, a `.gguf` file a folder converted from it, which `$DRAFTER_HOME` keeps until the
     file changes. ValueError for a name that is nothing of all this.
     """
+    place = check_name(name)
+    return _converted(place) if isinstance(place, Path) and place.is_file() else place
+
+
+def check_name(name: str) -> Path | str:
+    """The folder, `.gguf` file or hub id of a name, as far as files alone tell; errors as of :func:`resolve`."""
     if name in ALIASES:
         folder = home_folder() / "targets" / name
         if not is_whole(folder):
@@ -75,7 +81,7 @@ def resolve(name: str) -> Path | str:
             )
         return path
     if file := gguf_path(name):
-        return _converted(file)
+        return file
     if path.is_file():
         raise ValueError(f"--target {name} is a file: give a .gguf file, or the folder that holds the model.")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -153,7 +159,7 @@ def stored_file(name: str) -> tuple[Path, Path] | None:
 
 def _converted(file: Path, *, has_weights: bool = True) -> Path:
     """The folder made from a `.gguf` file, made now if the file is new or has changed."""
-    folder = home_folder() / "targets" / f"gguf-{key_of([file], has_weights)}"
+    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, VERSION))}"
     return keep(folder, lambda scratch: convert_gguf(file, scratch, has_weights=has_weights), file.name)
 
 

@@ -63,7 +63,7 @@ def render_chat(
         MemoryError: the template takes more memory than this process may have.
     """
     if not tokenizer.chat_template:
-        raise ValueError(f"target {name!r} has no chat template: use raw text (--raw)")
+        raise ValueError(f"target {name!r} has no chat template: give raw text (`decode --raw`)")
     try:
         return str(
             tokenizer.apply_chat_template(

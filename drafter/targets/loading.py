@@ -1,7 +1,9 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 
 from drafter.targets.catalog import gguf_path, resolve
 from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
 from drafter.utils.io import first_line
+from drafter.utils.parse import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -155,6 +159,7 @@ def read_checkpoint(
     """
     place = resolve(name)
     try:
+        _check_layers(checkpoint_files(place, shared.get("revision")))
         scheme, arguments = reading_of(place, shared)
         given = shared | arguments
         if scheme and (device_map is not None or quantization != "none"):
@@ -180,6 +185,25 @@ def read_checkpoint(
         # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
     return Checkpoint(model, tokenizer, scheme)
+
+
+def _check_layers(files: Sequence[Path]) -> None:
+    """ValueError if a configuration asks for more layers than the files hold, before anything has that many parts."""
+    wanted, held = 0, defaultdict[str, set[str]](set)
+    for file in files:
+        if file.name == "config.json":
+            config = read_json_object(file)
+            parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
+            counts = [part.get(name) for part in parts for name in ("num_hidden_layers", "n_layer", "num_layers")]
+            wanted = max((count for count in counts if isinstance(count, int)), default=0)
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # a file is no dict
+                    stem, *numbers = re.split(r"\.(\d+)\.", name, maxsplit=1)
+                    held[stem].update(numbers[:1])
+    most = max(map(len, held.values()), default=0)
+    if held and wanted > most:
+        raise ValueError(f"config.json asks for {wanted:,} layers, and its files hold {most:,}")
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":

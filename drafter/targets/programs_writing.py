@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from drafter.kernels.pages import trim
 from drafter.targets.cache import CacheShape
-from drafter.targets.capabilities import Capabilities, Probe, decoder_of, fingerprint_of
+from drafter.targets.capabilities import Capabilities, Probe, decoder_of
 from drafter.targets.export import check_exportable, export_logits, forward_to_openvino, to_openvino
+from drafter.targets.fingerprint import ends_in_model, fingerprint_of
+from drafter.targets.gguf_file import ends_in_gguf
 from drafter.targets.loading import Checkpoint, describe, read_tokenizer
 from drafter.targets.openvino_compile import ENDS, FACTS, FORWARD, HEAD, Unsuitable, import_openvino
 from drafter.targets.openvino_graph import (
@@ -67,7 +69,7 @@ def write_checkpoint(
     output: Any = model.get_output_embeddings()
     if type(output) is not nn.Linear:
         raise Unsuitable("its output matrix is no linear layer")
-    fingerprint = fingerprint_of(output.weight)
+    fingerprint = fingerprint_of(output.weight, ends_in_model(decoder_of(model)))
     ends: tuple[Any, Any] = _embedding_rows(model), output.weight.detach()
     matrices = {}
     if quantization != "none":
@@ -259,4 +261,6 @@ def _probe_few_layers(file: Path, place: Path | str, model: PreTrainedModel, pro
     assert isinstance(found.cache_shape, CacheShape)
     cache_shape = found.cache_shape._replace(num_layers=config.num_hidden_layers)
     output: Any = few.get_output_embeddings()
-    return found._replace(decoder=decoder_of(model), cache_shape=cache_shape), fingerprint_of(output.weight)
+    return found._replace(decoder=decoder_of(model), cache_shape=cache_shape), fingerprint_of(
+        output.weight, ends_in_gguf(file)
+    )

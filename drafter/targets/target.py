@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
 from drafter.targets.cache import CacheShape, MixedShape, SlotCache, use_folded_attention
-from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, fingerprint_of, probe, refusal
+from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, probe, refusal
 from drafter.targets.catalog import resolve, stored_file
 from drafter.targets.chat import Chat, encode_chat, encode_text, limited_map, what_runs
 from drafter.targets.device_map import copy_once, layer_devices
+from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
 from drafter.targets.loading import (
     checkpoint_files,
     openvino_dtype,
@@ -61,7 +62,7 @@ class Target:
         max_length: context window in tokens.
         eos_token_ids: the tokens that end an answer.
         quantization: scheme of the weights' rounding after loading, or ``none``.
-        fingerprint: short sample of the output matrix (see :func:`drafter.targets.capabilities.fingerprint_of`) and the
+        fingerprint: sample of the weights (:func:`drafter.targets.fingerprint.fingerprint_of`) and the
             scheme of rounding.
         capabilities: what probes found out about the model.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
@@ -109,7 +110,9 @@ class Target:
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.quantization = quantization
         self.is_stored = isinstance(output, StoredMatrix) and quantization == "none"
-        self.fingerprint = plain_fingerprint or fingerprint_of(self.output_weight_VD)
+        self.fingerprint = plain_fingerprint or fingerprint_of(
+            self.output_weight_VD, ends_in_model(capabilities.decoder)
+        )
         if quantization != "none":
             self.fingerprint = f"{self.fingerprint}-{quantization}"
 
@@ -202,9 +205,13 @@ class Target:
         found = read()
         model = found.model
         devices = [] if device_map is None else layer_devices(model, name)
+        files = [file for file in checkpoint_files(resolve(name), revision) if file.suffix == ".safetensors"]
+        fingerprint = fingerprint_of(model.get_output_embeddings().weight, ends_in_files(files))
+        if quantization != "none" and not round_linears(model, BITS[quantization]):
+            raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
         target = cls._checked(
             model, found.tokenizer, name=name, revision=revision, quantization=found.scheme or quantization,
-            plain_fingerprint=_round(model, quantization, name), is_sharded=num_shards > 1, layer_devices=devices,
+            plain_fingerprint=fingerprint, is_sharded=num_shards > 1, layer_devices=devices,
         )  # fmt: skip
         if devices:
             copy_once(model, name, devices)
@@ -473,17 +480,6 @@ class Target:
         if self.tokenizer is None:
             raise ValueError(f"target {self.name!r} has no tokenizer: give token ids")
         return self.tokenizer
-
-
-def _round(model: "PreTrainedModel", quantization: str, name: str) -> str:
-    """Round the weights as ``quantization`` says; the fingerprint of the plain weights, empty without rounding."""
-    if quantization == "none":
-        return ""
-    output: Any = model.get_output_embeddings()
-    fingerprint = fingerprint_of(output.weight)
-    if not round_linears(model, BITS[quantization]):
-        raise ValueError(f"--quantization {quantization} rounds linear layers, and target {name!r} has none")
-    return fingerprint
 
 
 def _eos_token_ids(model: Any, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[int, ...]:

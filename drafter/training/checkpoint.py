@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -51,8 +52,8 @@ model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trus
 {num_parameters:,} parameters, head {head}. {num_outputs:,} of {vocab_size:,} tokens can be drafted. Trained to depth
 {draft_length} on {trained_positions:,} positions in {steps:,} steps.{measured}
 
-It works with this target only; another is refused by a fingerprint of the output matrix. `run.json` says how this
-folder was made.
+It works with this target only; another, also a fine-tuned one, is refused by a fingerprint of the weights. `run.json`
+says how this folder was made.
 
 ## Training
 ```json
@@ -81,13 +82,21 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist: give a .ckpt file that `drafter train` wrote")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about the version of a file that is refused
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch.load raises pickle, zip, runtime and key errors of many types for damaged files.
+        # torch.load raises pickle, zip, runtime and key errors of many types for damaged files. Where a file would have
+        # to run code, torch gives advice on running it.
+        needs_code = type(error).__name__ == "UnpicklingError"
+        reason = "a file that `drafter train` wrote holds numbers and text alone" if needs_code else first_line(error)
         raise ValueError(
-            f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({first_line(error)})"
+            f"checkpoint {str(path)!r} cannot be read: it is damaged or no checkpoint ({reason})"
         ) from error
     validated(_Content, checkpoint, f"checkpoint {str(path)!r} is damaged", strict=True)
+    try:
+        json.dumps([checkpoint.get(name) for name in ("hyper_parameters", "data")], default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"checkpoint {str(path)!r} is damaged: its settings are no JSON ({error})") from error
     return dict(checkpoint)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from drafter.utils.options import Options
 from drafter.utils.validate import check_ranges, within
@@ -140,9 +140,10 @@ class AdaptOptions(Options):
     """Let a drafter learn recorded traffic.
 
     Rows of `drafter serve --record` are traffic, and so are answers of `drafter decode --out` and `drafter distill`.
-    A tenth of the prompts is held out. Old and new drafter decode these prompts, and the new one is written to --out
-    only if it gained more than two standard errors; otherwise the exit code is 3. After a stop the same command goes on
-    with the answers that it began with. No answer of the target changes, whatever the drafter has learned.
+    A tenth of the prompts is held out, at least 8: so about 80 different prompts are needed. Old and new drafter decode
+    these prompts, and the new one is written to --out only if it gained more than two standard errors; otherwise the
+    exit code is 3. After a stop the same command goes on with the answers that it began with. No answer of the target
+    changes, whatever the drafter has learned.
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
@@ -158,6 +159,7 @@ class AdaptOptions(Options):
         trainer: a setting of Lightning's trainer, such as --trainer.accelerator gpu
     """
 
+    kept: ClassVar = "the work so far is kept; the same command goes on"
     target: str
     drafter: str
     traffic: Path

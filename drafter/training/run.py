@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from drafter.data.module import ChatDataModule
 from drafter.integrations.wandb import init_options
-from drafter.training.callbacks import SaveWhenStopped, WholeCheckpointIO
+from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO
 from drafter.training.checkpoint import last_checkpoint, read_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
@@ -69,6 +69,8 @@ class TrainCLI(LightningCLI):
         config: Any = self.config
         root = config.trainer.default_root_dir or _DEFAULT_FOLDER
         config.trainer.default_root_dir = root
+        if "loss" not in (config.checkpoint.monitor or "loss"):
+            config.checkpoint.mode = "max"  # tokens per step, and shares of right guesses
         if config.checkpoint.dirpath is None:
             config.checkpoint.dirpath = str(Path(root) / "checkpoints")
 
@@ -107,6 +109,13 @@ def main_train(args: Sequence[str]) -> int:
     except MisconfigurationException as error:  # a value that Lightning's trainer refuses
         raise ValueError(first_line(error)) from error
     trainer: Any = cli.trainer
+    monitor = str(trainer.checkpoint_callback.monitor)
+    is_decoded = monitor.startswith(("val/tokens_per_step", "val/accepted"))
+    if is_decoded and not any(isinstance(callback, TokensPerStep) for callback in trainer.callbacks):
+        raise ValueError(
+            f"--checkpoint.monitor {monitor} is measured by decoding: add --trainer.callbacks "
+            "drafter.training.callbacks.TokensPerStep"
+        )
     folder, last = Path(trainer.default_root_dir), last_checkpoint(trainer)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lock").touch()
@@ -140,6 +149,8 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
         if trainer.interrupted:
             raise KeyboardInterrupt from error
         raise
+    except MisconfigurationException as error:  # such as a --checkpoint.monitor that nothing logs
+        raise ValueError(first_line(error)) from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         if ckpt_path is None or saver.has_stepped:
             raise
@@ -151,7 +162,9 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
                 logger.experiment.finish(exit_code)
     if trainer.is_global_zero:
         best = trainer.checkpoint_callback.best_model_path or "none"
-        print(f"done: {trainer.global_step} steps; best {best}, last {last_checkpoint(trainer)}")
+        has_run_out = trainer.global_step < trainer.max_steps and not trainer.should_stop
+        why = f", as --trainer.max_epochs {trainer.max_epochs} allows (-1: no limit)" if has_run_out else ""
+        print(f"done: {trainer.global_step} steps{why}; best {best}, last {last_checkpoint(trainer)}")
 
 
 def _parse(args: list[str]) -> TrainCLI:

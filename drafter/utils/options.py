@@ -24,6 +24,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from drafter.utils.parse import MAX_YAML_BYTES, parse_yaml
@@ -38,11 +39,13 @@ class Options:
         positional: the field that is given without a flag.
         common: fields that the help shows first.
         rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only.
+        kept: what Ctrl-C leaves of the command's work, and how to go on.
     """
 
     positional: ClassVar[str | None] = None
     common: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
+    kept: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -52,6 +55,7 @@ class Options:
                 base.__post_init__(self)  # type: ignore[attr-defined]
 
 
+_CONFIGS = Path(__file__).parent.parent / "configs"
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 Part = TypeVar("Part")
 
@@ -80,7 +84,7 @@ def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "d
     """
     parser = _parser(kind, command)
     try:
-        values = parser.parse_args([_dashed(word) for word in config_first(words)])
+        values = parser.parse_args([_dashed(word) for word in config_first(words, command.rpartition(" ")[2])])
     except argparse.ArgumentError as error:
         raise ValueError(f"{' '.join(str(error).split())} ({command} --help lists the flags)") from error
     except SystemExit as stop:
@@ -98,12 +102,30 @@ def options_from(kind: type[AnyOptions], values: Mapping[str, Any], where: str) 
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
 
 
-def config_first(words: Sequence[str]) -> list[str]:
-    """The words with `--config FILE` in front: a flag replaces the value of the file wherever the flag stands."""
+def config_first(words: Sequence[str], command: str = "") -> list[str]:
+    """The words with `--config FILE` in front: a flag replaces the value of the file wherever the flag stands.
+
+    A name without a folder and an ending stands for a file of the package for this command; ValueError for another.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     found, others = parser.parse_known_args(words)
-    return [f"--config={file}" for file in found.config] + others
+    return [f"--config={_config_file(name, command)}" for name in found.config] + others
+
+
+def _shipped_configs(command: str) -> dict[str, str]:
+    """The package's files of a command by name."""
+    return {file.stem: str(file) for file in sorted(_CONFIGS.glob(f"{command}/*.yaml"))}
+
+
+def _config_file(name: str, command: str) -> str:
+    shipped = _shipped_configs(command)
+    if not re.fullmatch(r"[\w.-]+", name) or name.endswith((".yaml", ".yml", ".json")) or Path(name).exists():
+        return name
+    if name not in shipped:
+        known = f", nor a configuration of the package: {', '.join(shipped)}" if shipped else ""
+        raise ValueError(f"--config {name} is no file{known}")
+    return shipped[name]
 
 
 def _flag(name: str) -> str:
@@ -182,7 +204,11 @@ def _parser(kind: type[Options], command: str) -> Any:
         allow_abbrev=False, print_config="--print-config", formatter_class=Help,
         epilog=f"Flags that seldom matter: {', '.join(map(_flag, kind.rare))}." if kind.rare else None,
     )  # fmt: skip
-    parser.add_argument("--config", action="config", help="YAML file of options; keys are the names of the flags")
+    shipped = ", ".join(_shipped_configs(command.rpartition(" ")[2]))
+    text = "YAML file of options; keys are the names of the flags" + (
+        f" (of the package: {shipped})" if shipped else ""
+    )
+    parser.add_argument("--config", action="config", help=text)
     hints, texts = get_type_hints(kind), _texts(kind)
     left = {item.name: item for item in fields(kind)}
     titles: dict[str, Iterable[str]] = {"Common options": kind.common}

@@ -4,6 +4,7 @@ The limits stand here once. Whatever a file holds, a reader returns plain values
 that names the file, in a time and a memory that the limits bound.
 """
 
+import re
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -13,10 +14,12 @@ from drafter.utils.io import printable
 
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
-MAX_LINE_MIB = 64  # a row of data
+MAX_LINE_MIB = 16  # a row of data: a million token ids as JSON take 8
 MAX_DEPTH = 64  # lists and mappings of YAML within each other
 MAX_ITEMS = 1_000_000  # values of a YAML file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
+
+_JSON_PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?P<quote>"?)|[][{}]', re.DOTALL)  # a string, or a bracket
 
 Kind = TypeVar("Kind")
 
@@ -93,14 +96,55 @@ def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a binary stream with their numbers from 1 on; no more than one line is held at once.
 
     Raises:
-        ValueError: a line is longer than ``MAX_LINE_MIB``.
+        ValueError: a line, or blank lines one after the other, are longer than ``MAX_LINE_MIB``.
     """
-    number, max_bytes = 1, MAX_LINE_MIB << 20
+    number, num_blank, max_bytes = 1, 0, MAX_LINE_MIB << 20
     while line := stream.readline(max_bytes + 1):
-        if len(line) > max_bytes:
+        num_blank = num_blank + len(line) if line.isspace() else 0
+        if max(len(line), num_blank) > max_bytes:
             raise ValueError(f"{where}, line {number}: longer than {MAX_LINE_MIB} MiB: split the row")
         yield number, line
         number += 1
+
+
+def read_objects(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
+    """The objects of a JSON array, or of JSON texts one after the other, as text, with their numbers from 1 on.
+
+    One object is held at once. Brackets outside of strings show where an object ends; the rest of its grammar is
+    unchecked.
+
+    Raises:
+        ValueError: an object is longer than ``MAX_LINE_MIB``, or something stands between objects.
+    """
+    number, depth, lowest, is_first = 1, 0, 0, True  # lowest: 1 within an array
+    data, num_seen = b"", 0  # what is not handed out yet
+    while chunk := stream.read(1 << 20):
+        data += chunk if data else chunk.removeprefix(b"\xef\xbb\xbf")
+        start, num_seen_now = 0, len(data)
+        for part in _JSON_PARTS.finditer(data, num_seen):
+            mark = part[0]
+            if mark.startswith(b'"'):
+                if not part["quote"]:  # the string goes on in the next chunk
+                    num_seen_now = part.start()
+                    break
+                continue
+            is_opening = mark in b"[{"
+            if depth == lowest:
+                if data[start : part.start()].strip(b" \t\r\n,"):
+                    break
+                start = part.start() if is_opening else part.end()
+            depth += 1 if is_opening else -1
+            if (mark == b"[" and is_first) or depth < lowest:  # the array begins or ends
+                lowest, start = depth, part.end()
+            elif depth == lowest:
+                yield number, data[start : part.end()]
+                number, start = number + 1, part.end()
+            is_first = False
+        data, num_seen = data[start:], num_seen_now - start
+        if len(data) > MAX_LINE_MIB << 20:
+            raise ValueError(f"{where}, row {number}: longer than {MAX_LINE_MIB} MiB: split the row")
+    if depth or data.strip():
+        raise ValueError(f"{where}, row {number}: broken JSON (the file must hold objects, or an array of objects)")
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:

@@ -1,6 +1,7 @@
 """Runs: who answers when, what is recorded, what is compared, what is not repeated."""
 
 import json
+import re
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -78,7 +79,11 @@ def test_batches_and_temperatures_are_points_of_a_grid(
     methods = ("drafter:W16:L2:N24", "hf-generate", "llama-cpp")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(2, 3), temperatures=(0.0, 0.7), rounds=1)
     assert run_benchmark(settings, models, tmp_path / "r.jsonl") == 8
-    assert "llama-cpp answers one prompt at a time: left out at batch size 2" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "llama-cpp answers one prompt at a time: left out at batch size 2" in shown
+    assert re.search(r"^hf-generate B=2 round 1: \d+ answers in [\d.]+ s$", shown, re.MULTILINE), (
+        "in a pipe no bar shows"
+    )
     records = records_of(tmp_path / "r.jsonl")
     conditions = [(record["temperature"], record["batch_size"]) for record in records[::2]]
     assert conditions == [(0.0, 2), (0.0, 3), (0.7, 2), (0.7, 3)]

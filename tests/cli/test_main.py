@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -113,7 +113,7 @@ def test_default_then_file_then_flag(name: str, tmp_path: Path, capsys: pytest.C
 def test_training_reads_its_own_config_and_says_errors_in_one_line(
     tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = str(Path(__file__).resolve().parents[2] / "configs/train/smollm2-135m-quick.yaml")
+    quick = str(Path(__file__).resolve().parents[2] / "drafter/configs/train/smollm2-135m-quick.yaml")
     first = printed("train", ["--model.optim.lr", "0.5", "--config", quick], capsys)
     assert first["model"]["optim"]["lr"] == 0.5, "the flag goes before the file"
     file = tmp_path / "all.yaml"
@@ -133,6 +133,8 @@ def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) 
     refused(["decod"], "unknown command 'decod' (did you mean decode?)")
     refused(["target", "ftch"], "unknown command 'target ftch' (did you mean target fetch?)")
     refused(["bench", "reprot", "x"], "unrecognized arguments: reprot x (drafter bench --help lists")
+    assert main(["target", "--help"]) == 0
+    assert "target fetch" in (shown := capsys.readouterr().out) and "distill" not in shown
     refused(["target"], "unknown command 'target' (did you mean target fetch?)")
     refused(["--nonsense"], "unknown command '--nonsense'")
     assert main([]) == 2
@@ -148,28 +150,52 @@ def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) 
         (SafetensorError("No space left on device (os error 28)"), "No space left on device"),
         (FileNotFoundError(36, "File name too long", "a" * 3000), f"{'a' * 500} ...: File name too long"),
         (ValueError("a\x1b[2J\u202eb"), "a\ufffd[2J\ufffdb"),
-        (ModuleNotFoundError("no", name="fastapi"), "fastapi is not installed"),
+        (
+            ModuleNotFoundError("no", name="prometheus_client"),
+            "prometheus_client is not installed: pip install 'fastapi>=0.115' 'uvicorn>=0.30' 'prometheus-client",
+        ),
+        (ModuleNotFoundError("no", name="other"), "other is not installed: pip install other"),
         (KeyError("a mistake of ours"), None),
-        (KeyboardInterrupt(), None),
     ],
 )
 def test_errors_are_one_line(
-    error: BaseException, line: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, line: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def toy(options: Options) -> None:
         raise error
 
     monkeypatch.setattr(cli, "load_command", lambda name: toy)
-    if isinstance(error, KeyboardInterrupt):
-        assert main(["decode"]) == 130
-        assert capsys.readouterr().err == "drafter: interrupted\n"
-        return
     if line is None:
         with pytest.raises(type(error)):
             main(["decode"])
         return
     assert main(["decode"]) == 2
     assert capsys.readouterr().err.startswith(f"drafter: error: {line}")
+
+
+@pytest.mark.parametrize(("kept", "line"), [("", "interrupted\n"), ("rows stay", "interrupted: rows stay\n")])
+def test_an_interrupted_command_says_what_is_kept(
+    kept: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @dataclass(frozen=True)
+    class Kept(Options):
+        """Do a thing."""
+
+    def toy(options: Kept) -> None:
+        raise KeyboardInterrupt
+
+    Kept.kept = kept
+    toy.__annotations__["options"] = Kept
+    monkeypatch.setattr(cli, "load_command", lambda name: toy)
+    assert main(["decode"]) == 130 and capsys.readouterr().err == f"drafter: {line}"
+
+
+def test_a_mistyped_target_is_refused_before_torch_is_imported() -> None:
+    for name in ("smollm", "./none", "none.gguf"):
+        script = f"import sys; from drafter.cli.main import main; code = main({['decode', '--target', name]!r})"
+        done = subprocess.run([sys.executable, "-c", f"{script}; sys.exit(code + 10 * ('torch' in sys.modules))"],
+                              capture_output=True, text=True, check=False)  # fmt: skip
+        assert done.returncode == 2 and name in done.stderr
 
 
 def test_closed_outputs_are_quiet() -> None:

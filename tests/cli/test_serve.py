@@ -26,7 +26,7 @@ def test_taken_port_is_told_before_anything_is_loaded(refused: Refused) -> None:
     with bind("127.0.0.1", 0) as socket:
         socket.listen()
         port = socket.getsockname()[1]
-        words = ["serve", "--target", "no-such-target", "--port", str(port)]
+        words = ["serve", "--target", "no/such-target", "--port", str(port)]
         refused(words, "drafter: error: cannot listen on 127.0.0.1", "--port")
     with pytest.raises(OSError, match="cannot listen on no.such.host.invalid"):
         bind("no.such.host.invalid", 0)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
+from drafter.data import encode
 from drafter.data.encode import EMPTY, NO_ANSWER, TOO_LONG, EncodedRow, RowEncoder, encode_files
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_conversation, encode_rows, tiny_tokenizer, write_jsonl
 
@@ -26,6 +28,28 @@ def test_the_end_of_a_cut_answer_is_not_the_targets() -> None:
     messages = [{"role": "system", "content": "Be brief."}, *chat("a", "one", "b", "né🙂é")]
     for is_cut, end in ((False, "<|end|>"), (True, "")):
         assert trained_text(encode_conversation(TOKENIZER, messages, is_cut=is_cut)) == f"one<|end|>né🙂é{end}"
+
+
+TURNS = "{% for m in messages %}{{ USER if m['role'] == 'user' else ANSWER }}{% endfor %}"
+# Forms of turns, and what the target writes of the answers "the" and "A".
+FORMS = {
+    "mistral": ("'[INST] ' + m['content'] + ' [/INST]'", "' ' + m['content'] + '<|end|>'", " the<|end|> A<|end|>"),
+    "llama": ("'[I] ' + m['content'] + ' [/I]'", "' ' + m['content'] + ' ' + '<|end|>'", " the <|end|> A <|end|>"),
+    "alpaca": ("'Q:\n' + m['content'] + '\n\nA:'", "'\n' + m['content'] + '\n\n'", "\nthe\nA"),
+    "no mark": ("'<|user|>' + m['content'] + '<|bot|>'", "m['content'] + '\n'", "theA"),
+    "words": ("m['content'] + '\n'", "'Answer: ' + m['content'] + '<|end|>'", " the<|end|>A<|end|>"),
+    "mark": ("m['content'] + '<|bot|>'", "'the<|user|>' + m['content'] + '<|end|>'", "the<|end|>A<|end|>"),
+}
+
+
+@pytest.mark.parametrize("has_trimmed_offsets", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_is_trained_on_from_its_first_token_to_its_end_mark(form: str, has_trimmed_offsets: bool) -> None:
+    """A space of the template shares the first token; words of the template that look like the answer do not count."""
+    user, answer, trained = FORMS[form]
+    tokenizer = tiny_tokenizer(TURNS.replace("USER", user).replace("ANSWER", answer))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=has_trimmed_offsets)
+    assert trained_text(encode_conversation(tokenizer, chat("Who?", "the", "Me?", "A")), tokenizer) == trained
 
 
 def test_a_template_may_trim_answers_and_put_text_before_them() -> None:
@@ -97,7 +121,7 @@ def test_ids_of_another_model_are_refused() -> None:
 
 
 def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
-    turns = [("a", "one"), ("a",), ("a", " "), ("a", "two", "b"), ("a" * 40, "three"), ("a", "b" * 40)]
+    turns = [("a", "one"), ("a",), ("a", None), ("a", "two", "b"), ("a" * 40, "three"), ("a", "b" * 40)]
     rows = [{"messages": chat(*turn)} for turn in turns] + [{"prompt_token_ids": [5], "token_ids": []}]
     encoded = encode_rows(rows, max_length=30)
     assert [trained_text(item) for item in encoded if not item.problem] == ["one<|end|>", "two<|end|>", "b" * 22]
@@ -114,6 +138,15 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
     reason = r"c.jsonl: nothing to train on: 1 rows dropped, .* line 1: without an answer; .* line 2: the tokens"
     with pytest.raises(ValueError, match=reason):
         encode_files([name], RowEncoder(TOKENIZER))
+
+
+def test_a_text_that_takes_gigabytes_of_tokens_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text before each answer is encoded too, so that many turns count as their square."""
+    monkeypatch.setattr(encode, "_MOST_CHARACTERS", 5000)
+    turns, long = chat(*["a", "b"] * 50), chat("a" * 4000, "b")
+    problems = [row.problem for row in encode_rows([{"text": "a" * 5001}, {"messages": turns}, {"messages": long}])]
+    assert problems[:1] * 2 == problems[:2] and "characters" in problems[0] and "characters" in problems[2]
+    assert not encode_rows([{"text": "a" * 5000}])[0].problem
 
 
 def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows() -> None:

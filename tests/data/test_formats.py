@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from drafter.data import reading
 from drafter.data.formats import read_rows
 from drafter.data.reading import read_records
 from drafter.utils import parse
@@ -101,18 +102,26 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, row: object, message: str) -
 BAD_FILES = {
     "blank.jsonl": (b"\n \n", "holds no rows"),
     "empty.json": (b"[]", "holds no rows"),
-    "text.json": (b'"abc"', "text.json: the file cannot be read"),
-    "deep.json": (b"[" * 100_000, "deep.json: the file cannot be read"),
+    "text.json": (b'"abc"', "text.json, row 1: broken JSON"),
+    "texts.json": (b'["a"]', "texts.json, row 1: broken JSON"),
+    "more.json": (b'[{"text": "a"}] b', "more.json, row 2: broken JSON"),
+    "torn.json": (b'[{"text": "a"}, {"text": "b"', "torn.json, row 2: broken JSON"),
+    "deep.json": (b"[" * 100_000, "deep.json, row 1: broken JSON"),
     "torn.jsonl": (b'{"text": "a"}\n{"text": "b', "line 2: broken JSON"),
     "latin.jsonl": (b'{"text": "\xe9"}\n', "line 1: broken JSON .invalid unicode"),
     "torn.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 1000)[:-20], "damaged gzip"),
-    "no.json.gz": (b"[]", "no.json.gz: the file cannot be read .Not a gzipped file"),
+    "no.json.gz": (b"[]", "no.json.gz: damaged gzip file .Not a gzipped file"),
     "no.parquet": (b"PAR1", "no.parquet: the file cannot be read .Parquet"),
     "table.tsv": (b"a,b\n", "unknown kind of file"),
-    "long.csv": (b"prompt,completion\na,b\na,b,c\n", "long.csv: the file cannot be read .*line 3"),
+    "long.csv": (b"prompt,completion\na,b\na,b,c\n", "long.csv, line 3: the file cannot be read .more values"),
     "names.csv": (b"prompt\n", "holds no rows"),
     "long.jsonl": (b'{"prompt": "a"}\n{"prompt": "' + b"a" * (1 << 20) + b'"}\n', "line 2: longer than 1 MiB"),
     "bomb.jsonl.gz": (gzip.compress(b" " * (2 << 20)), "line 1: longer"),
+    "blank.jsonl.gz": (gzip.compress(b"\n" * (2 << 20)), "line 1048577: longer"),
+    "bomb.json.gz": (gzip.compress(b'[{"prompt": "' + b"a" * (3 << 20)), "row 1: longer"),
+    "blank.json.gz": (gzip.compress(b'{"prompt": "a"}' + b" " * (3 << 20)), "row 2: longer"),
+    "wide.csv": (b"a," * 100_000 + b"\nb\n", "wide.csv: 100,001 columns are more than 1,000"),
+    "bomb.csv": (b'prompt\n"' + b"a\n" * (1 << 20), "bomb.csv, line .*field larger than field limit"),
     "deep.jsonl": (b'{"prompt": "a", "more": ' + b"[" * 500 + b"]" * 500 + b"}\n", "line 1: broken JSON .recursion"),
 }
 
@@ -134,6 +143,25 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet.write_table(pyarrow.table({"text": ["a"], "date": dates}), tmp_path / "late.parquet")
     with pytest.raises(ValueError, match=r"late.parquet: the file cannot be read"):
         list(read_rows(tmp_path / "late.parquet"))
+
+
+def test_parquet_is_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary and run lengths pack any number of long values into a few bytes."""
+    path, most = tmp_path / "bomb.parquet", 256 << 20
+    same = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 600, pyarrow.int32()), ["a" * (1 << 20)])
+    parquet.write_table(pyarrow.table({"text": same}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    before = pyarrow.total_allocated_bytes()
+    for number, row in enumerate(read_records(path), start=1):
+        assert row.where == f"{path}, row {number}" and pyarrow.total_allocated_bytes() - before < most
+    assert number == 600
+    parquet.write_table(pyarrow.table({"text": ["a", "a" * (40 << 20)]}), path)
+    with pytest.raises(ValueError, match="a row after row 1 is longer than 16 MiB"):
+        list(read_records(path))
+    monkeypatch.setattr(reading, "_MOST_VALUES", 1000)
+    parquet.write_table(pyarrow.table({"token_ids": [[7] * 1001]}), path)
+    with pytest.raises(ValueError, match="values in a row group: write smaller row groups"):
+        list(read_records(path))
 
 
 def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """ChatDataModule: reading, splitting, and what training asks of the rows."""
 
+import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from transformers import LlamaConfig
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import split_by_prompt
-from tests.data.tiny import chat, save_tiny_target, write_jsonl
+from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
 
 
 @pytest.fixture
@@ -61,6 +63,18 @@ def test_ids_that_the_target_has_and_the_tokenizer_lacks(tmp_path: Path, target:
     LlamaConfig(vocab_size=300).save_pretrained(target)
     data = ChatDataModule(train=name, target=target, val=0.3)
     assert int(data.token_counts(300)[299]) == 3
+
+
+def test_answers_of_another_target_are_refused(tmp_path: Path, target: str) -> None:
+    """As the settings file of `drafter distill` beside them says; files without one are taken as they are."""
+    own = tiny_target()
+    for fingerprint, is_own in ((own.fingerprint, True), (tiny_target(seed=1).fingerprint, False), ("?", False)):
+        (tmp_path / "train.jsonl.settings.json").write_text(json.dumps({"target_fingerprint": fingerprint}))
+        module_of(tmp_path, target, foreign_answers=True).cache_states(own, draft_length=3)
+        with contextlib.nullcontext() if is_own else pytest.raises(ValueError, match="another target .* wrote these"):
+            module_of(tmp_path, target).cache_states(own, draft_length=3)
+    (tmp_path / "train.jsonl.settings.json").write_text('{"endpoint_model": "m"}')
+    module_of(tmp_path, target).cache_states(own, draft_length=3)
 
 
 def test_bad_data(tmp_path: Path, target: str) -> None:

@@ -42,6 +42,14 @@ def run(target, prompts: str, out: Path, **options) -> DistillReport:
     return distill(EngineAnswerer(Engine(target, None, config)), prompts, out, settings, **options)
 
 
+def test_a_base_model_is_refused_before_anything_is_asked(prompts: str, tmp_path: Path) -> None:
+    base = tiny_target()
+    base.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="target 'tiny' has no chat template: use an instruction-tuned one"):
+        run(base, prompts, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
     report = run(target, prompts, tmp_path / "out.jsonl", max_num_seqs=2)
     rows = rows_of(tmp_path / "out.jsonl")

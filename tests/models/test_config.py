@@ -5,7 +5,7 @@ import pytest
 
 from drafter.engine.loading import shipped_drafter
 from drafter.models.config import DrafterConfig
-from drafter.models.drafter import same_fingerprint
+from drafter.utils.fingerprint import same_fingerprint
 
 
 def test_sizes_and_json_round_trip(tmp_path: Path) -> None:
@@ -36,4 +36,7 @@ def test_fingerprints_forgive_rounding_only() -> None:
     one, next_to_one, two = "803f", "813f", "0040"
     assert same_fingerprint(one * 2, one + next_to_one)
     assert not same_fingerprint(one * 2, one + two)
-    assert not same_fingerprint(one, one * 2)
+    assert not same_fingerprint(one, one * 2) and not same_fingerprint("zz", "zz")
+    of_output, of_all = one * 32, one * 32 + two * 8
+    assert same_fingerprint(of_output, of_all) and same_fingerprint(of_all, of_all[:-4] + two)
+    assert not same_fingerprint(of_all, of_all[:-4] + one) and not same_fingerprint(two * 32, of_all)

@@ -92,7 +92,7 @@ def test_saved_and_read_back(shape: dict[str, object], tmp_path) -> None:
     [
         (FakeTarget(name="other", vocab_size=V + 1), ["vocabulary", str(V), str(V + 1)]),
         (FakeTarget(name="other", hidden_size=2 * D), ["hidden size", str(D), str(2 * D)]),
-        (FakeTarget(name="other", fingerprint="0040" + SKETCH[4:]), ["output matrices differ"]),
+        (FakeTarget(name="other", fingerprint="0040" + SKETCH[4:]), ["their weights differ"]),
     ],
 )
 def test_wrong_target_is_refused_with_both_names(target: FakeTarget, words: list[str]) -> None:

@@ -39,7 +39,8 @@ def answer(folder: Path) -> list[int]:
     [
         ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
         ({"eos_token_id": [None]}, "Validation error for field 'eos_token_id': .*Invalid item"),
-        ({"num_hidden_layers": 5}, r"its files lack \d+ of the weights that config.json asks for"),
+        ({"num_hidden_layers": 5}, r"config.json asks for 5 layers, and its files hold 2|its files lack \d+"),
+        ({"attention_bias": True}, r"its files lack \d+ of the weights that config.json asks for"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"hidden_act": "evil"}, "'evil'"),
     ],
@@ -55,6 +56,12 @@ def test_an_odd_config_is_refused_in_one_line(
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
+def test_layers_are_counted_before_they_are_built(folder: Path) -> None:
+    change(folder / "config.json", {"num_hidden_layers": 10**9})
+    with pytest.raises(ValueError, match="config.json asks for 1,000,000,000 layers, and its files hold 2"):
+        Target.load(str(folder), device="cpu", runtime="torch")
+
+
 def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:
     whole = answer(folder)
     for fields in ({"return_dict": False}, {"max_position_embeddings": 2**64}, {"max_position_embeddings": -1}):
@@ -66,8 +73,11 @@ def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     for field, number, message in (
         ("head_count", 0, "division"),
+        ("block_count", 10**9, "its header names 1000000000 layers"),
+        ("vocab_size", 10**9, "the model of its header has"),
+        ("embedding_length", 10**6, "the model of its header has"),
         ("vocab_size", 0, "Padding_idx must be within num_embeddings"),
-        ("block_count", 9, "it lacks weights, such as model.layers.1"),
+        ("block_count", 9, "its header names 9 layers, and it holds tensors of 1"),
     ):
         file = write_gguf(tmp_path / "odd.gguf", **{field: number})
         with pytest.raises(ValueError, match=message) as caught:

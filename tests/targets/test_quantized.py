@@ -18,6 +18,7 @@ from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
+from drafter.utils.fingerprint import same_fingerprint
 from tests.data.tiny import write_jsonl
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import answer, oracle, requests
@@ -94,7 +95,8 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
     model = shared_target().model
     meant = save(model, tmp_path, scheme)
     target = Target.load(str(tmp_path), device="cpu", dtype="float32")
-    assert target.fingerprint == f"{shared_target().fingerprint}-{scheme.replace('-', '')}"
+    assert same_fingerprint(target.fingerprint, shared_target().fingerprint)
+    assert target.fingerprint.endswith(f"-{scheme.replace('-', '')}")
     wanted = oracle(target, _ASKED)
     token_BT = torch.arange(3, 40)[None]
     states_BTD = [each.forward(token_BT).hidden_BTD for each in (target, shared_target())]

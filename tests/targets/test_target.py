@@ -16,13 +16,13 @@ from torch import Tensor
 from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.models.drafter import same_fingerprint
 from drafter.targets import loading
 from drafter.targets.cache import SlotCache
-from drafter.targets.capabilities import fingerprint_of
+from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
+from drafter.utils.fingerprint import same_fingerprint
 from tests.engine.oracle import answer, oracle, requests
 from tests.serving.tiny import tiny_target as tiny_chat_target
 from tests.targets.test_masks import path_to, random_parents

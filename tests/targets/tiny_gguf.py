@@ -2,6 +2,7 @@
 
 import hashlib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -20,11 +21,17 @@ MEMBER = "tiny_model/tiny.gguf"
 
 
 def write_gguf(
-    path: Path, *, pre_tokenizer: str = "smollm", seed: int = 0, matrices: str = "F32", **fields: int
+    path: Path,
+    *,
+    pre_tokenizer: str = "smollm",
+    seed: int = 0,
+    matrices: str = "F32",
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    **fields: int,
 ) -> Path:
     """Random weights, Q8_0 embeddings, matrices of a type; the vocabulary SPECIAL + bytes + two blanks, one merge.
 
-    ``fields`` replaces numbers of the header, which the weights then do not fit.
+    ``fields`` replaces numbers of the header, which the weights then do not fit; ``more`` adds to the file.
     """
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -48,6 +55,7 @@ def write_gguf(
     writer.add_pad_token_id(fields.get("pad_token_id", 2))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
+    more(writer)
     random = np.random.default_rng(seed)
     quantised = random.standard_normal((len(tokens), HIDDEN)).astype(np.float32)
     kind = gguf.GGMLQuantizationType.Q8_0

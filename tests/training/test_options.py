@@ -44,7 +44,7 @@ def test_bad_options_are_named() -> None:
 
 def test_the_light_head_of_an_8b_target_stays_below_250_megabytes() -> None:
     """What `drafter train` prints, for the shipped config and the sizes of Llama 3 8B; on no memory at all."""
-    config = Path(__file__).resolve().parents[2] / "configs" / "train" / "llama-3.1-8b-light.yaml"
+    config = Path(__file__).resolve().parents[2] / "drafter" / "configs" / "train" / "llama-3.1-8b-light.yaml"
     shape = yaml.safe_load(config.read_text())["model"]["drafter"]
     with torch.device("meta"):
         drafter = RecurrentDrafter(DrafterConfig(vocab_size=128256, hidden_size=4096, **shape))

@@ -102,6 +102,37 @@ def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Pa
     assert wanted | {"val/loss", "val/top8_d2"} <= set(header)
 
 
+def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--trainer.max_steps", "99", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")
+    assert main_train(words(place, place / "short", *more)) == 0
+    assert "done: 2 steps, as --trainer.max_epochs 1 allows (-1: no limit); best" in capsys.readouterr().out
+    assert main_train(words(place, place / "whole-too", "--trainer.max_steps", "2")) == 0
+    assert "done: 2 steps; best" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_may_be_the_one_of_most_tokens_per_step(place: Path) -> None:
+    by_tokens = ("--checkpoint.monitor", "val/tokens_per_step")
+    with pytest.raises(ValueError, match="val/tokens_per_step is measured by decoding: add --trainer.callbacks"):
+        main_train(words(place, place / "by-tokens", *by_tokens))
+    with pytest.raises(ValueError, match=r"could not find the monitored key .*val/los"):
+        main_train(words(place, place / "by-nothing", "--checkpoint.monitor", "val/los"))
+    callback = (
+        "--trainer.callbacks",
+        "drafter.training.callbacks.TokensPerStep",
+        "--trainer.callbacks.num_prompts",
+        "2",
+    )
+    assert main_train(words(place, place / "by-tokens", *by_tokens, *callback)) == 0
+    content = torch.load(place / "by-tokens" / "checkpoints" / "best.ckpt", weights_only=True)
+    (state,) = (value for name, value in content["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    assert state["best_model_score"] == max(float(score) for score in tokens_per_step(place / "by-tokens"))
+
+
+def tokens_per_step(run: Path) -> list[str]:
+    rows = csv.DictReader((run / "logs" / "version_0" / "metrics.csv").read_text().splitlines())
+    return [row["val/tokens_per_step"] for row in rows if row["val/tokens_per_step"]]
+
+
 @pytest.mark.parametrize(
     ("stop", "hook", "limit"),
     [
@@ -303,7 +334,8 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
     sound = torch.load(checkpoint, weights_only=True)
     state = sound["state_dict"]
     for content, fragment in (
-        ({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, "cannot be read"),
+        ({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, "cannot be read: .* numbers and text alone"),
+        ({"drafter_config": {}, "state_dict": {}, "hyper_parameters": {"optim": {(1, 2): 3}}}, "settings are no JSON"),
         ({"state_dict": {}}, "drafter_config: Field required"),
         (sound | {"state_dict": {}}, "missing"),
         (sound | {"state_dict": state | {"drafter.head.weight": torch.zeros(2)}}, "head.weight"),

@@ -40,7 +40,7 @@ from drafter.integrations.vllm.copies import PLACE_SIZE, CopyMixer, Text, encode
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter, check_target
 from drafter.models.files import FLOATS
-from drafter.targets.capabilities import fingerprint_of
+from drafter.targets.fingerprint import ends_in_files, fingerprint_of
 from drafter.utils.parse import validated
 
 _log = logging.getLogger(__name__)
@@ -229,17 +229,20 @@ def _check_model(config: DrafterConfig, num_layers: int, vllm_config: VllmConfig
 
 
 def _fingerprint_in(place: str, revision: str | None) -> str | None:
-    """Fingerprint of the output matrix in a model's safetensors files, of which only the sampled rows are read.
+    """Fingerprint of a model's safetensors files, of which only the output matrix and a few entries are read.
 
     None where the model, a folder or hub id, is not on this machine, or stores no such matrix in plain numbers.
     """
     try:
         folder = Path(str(cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
-        files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+        paths = sorted(folder.glob("*.safetensors"))
+        files = [safe_open(path, framework="pt") for path in paths]
     except (OSError, SafetensorError):
         return None
     found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # a file is no dict
     ends = ("lm_head.weight", "embed_tokens.weight")  # tied: the embeddings are the output matrix
     name = next((name for end in ends for name in found if name.endswith(end)), None)
     weight_VD = None if name is None else found[name].get_tensor(name)
-    return None if weight_VD is None or weight_VD.dtype not in FLOATS.values() else fingerprint_of(weight_VD)
+    if weight_VD is None or weight_VD.dtype not in FLOATS.values():
+        return None
+    return fingerprint_of(weight_VD, ends_in_files(paths))

@@ -1,0 +1,71 @@
+"""The fingerprint of a target: a sample of its weights, the same of a model in memory and of its files.
+
+A fine-tuning mostly leaves the output matrix as it was, so the sample holds two entries of every matrix of the layers.
+The first and the last entry stay where they are when a file transposes a matrix or reorders the rows of a head, as GGUF
+does, and are read without the rest of the matrix. The values of a layer are sorted, since names differ between files.
+
+Shapes: V vocabulary · D hidden size.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from drafter.utils.fingerprint import NUM_OUTPUT_DIGITS
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_MOST_VALUES = 64  # of a layer with many experts
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+Ends = Iterable[tuple[str, float, float]]  # name, first and last entry of matrices
+
+
+def fingerprint_of(output_weight_VD: Tensor, ends: Ends = ()) -> str:
+    """A sample of a target's weights that tells targets apart, as bfloat16 values in hex.
+
+    32 evenly spread entries of the output matrix come first, then the sorted ends of the matrices of each layer.
+    Compared with a tolerance (:func:`drafter.utils.fingerprint.same_fingerprint`), because a float16 copy of the
+    weights rounds a little differently. Depends on neither device nor file format.
+    """
+    flat = output_weight_VD.reshape(-1)
+    index = torch.linspace(0, flat.numel() - 1, NUM_OUTPUT_DIGITS // 4, dtype=torch.float64).long()
+    values: list[float] = flat[index.to(flat.device)].float().tolist()
+    layers: dict[int, list[float]] = defaultdict(list)
+    for name, first, last in ends:
+        if number := _LAYER.search(name):
+            layers[int(number[1])] += [first, last]
+    for _, found in sorted(layers.items()):
+        found.sort()
+        values += found[:: -(-len(found) // _MOST_VALUES)]
+    sample = torch.tensor(values).to(torch.bfloat16)
+    return sample.view(torch.int16).numpy().astype("<i2").tobytes().hex()
+
+
+def ends_in_model(decoder: nn.Module) -> Iterator[tuple[str, float, float]]:
+    """The ends of the matrices of plain numbers of a model in memory."""
+    for name, weight in decoder.named_parameters():
+        if type(weight.data) is Tensor and weight.ndim > 1 and weight.dtype in _PLAIN and not weight.is_meta:
+            yield name, weight.detach()[(0,) * weight.ndim].item(), weight.detach()[(-1,) * weight.ndim].item()
+
+
+def ends_in_files(files: Sequence[Path]) -> Iterator[tuple[str, float, float]]:
+    """The ends of the matrices of plain numbers in safetensors files, of which only these entries are read.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be read.
+    """
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # a file is no dict
+                part: Any = file.get_slice(name)
+                shape = part.get_shape()
+                if len(shape) < 2 or not _LAYER.search(name) or not all(shape) or "scale" in name:
+                    continue  # scales belong to weights that are no plain numbers
+                entries = part[tuple(slice(0, 1) for _ in shape)], part[tuple(slice(n - 1, n) for n in shape)]
+                if entries[0].dtype in _PLAIN:
+                    yield name, float(entries[0]), float(entries[1])

@@ -1,0 +1,54 @@
+"""The fingerprint: one for a model in memory, its files and a GGUF file, and another for a fine-tuning."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import check_target
+from drafter.targets.fingerprint import ends_in_files, fingerprint_of
+from drafter.targets.gguf_file import convert_gguf, ends_in_gguf
+from drafter.targets.target import Target
+from drafter.utils.fingerprint import NUM_OUTPUT_DIGITS, same_fingerprint
+from tests.data.tiny import save_target, tiny_target
+from tests.targets.tiny_gguf import write_gguf
+
+
+def test_model_and_files_have_one_fingerprint_in_every_number_format(tmp_path: Path) -> None:
+    target = tiny_target()
+    folder = save_target(target, tmp_path / "whole")
+    assert Target.load(folder, device="cpu").fingerprint == target.fingerprint
+    assert Target.load(folder, device="cpu", dtype="float16").fingerprint == target.fingerprint
+    target.model.half()
+    copy = save_target(target, tmp_path / "half", max_shard_size="5KB")
+    assert same_fingerprint(Target.load(copy, device="cpu", dtype="float32").fingerprint, target.fingerprint)
+
+
+def test_a_gguf_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:
+    """Which has the rows of queries and keys in another order."""
+    for matrices in ("F32", "Q4_1"):
+        file = write_gguf(tmp_path / f"{matrices}.gguf", matrices=matrices)
+        (tmp_path / matrices).mkdir()
+        convert_gguf(file, tmp_path / matrices)
+        output_VD = torch.ones(40, 8)
+        ends = ends_in_files([tmp_path / matrices / "model.safetensors"])
+        assert fingerprint_of(output_VD, ends) == fingerprint_of(output_VD, ends_in_gguf(file))
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.down_proj"])
+def test_a_fine_tuning_that_leaves_the_output_matrix_is_another_target(part: str) -> None:
+    base, tuned = tiny_target(num_hidden_layers=6), tiny_target(num_hidden_layers=6)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, weight in tuned.model.named_parameters():
+            if part in name:
+                weight += 0.1 * weight.std() * torch.randn_like(weight)
+    changed = Target.from_model(tuned.model, tuned.tokenizer, name="tuned")
+    shape = {"vocab_size": base.vocab_size, "hidden_size": base.hidden_size, "target_name": "base"}
+    check_target(DrafterConfig(**shape, target_fingerprint=base.fingerprint), base)
+    with pytest.raises(ValueError, match="for target 'base' and cannot draft for 'tuned': their weights"):
+        check_target(DrafterConfig(**shape, target_fingerprint=base.fingerprint), changed)
+    old = base.fingerprint[:NUM_OUTPUT_DIGITS]  # of drafters that know the output matrix alone
+    for target in (base, changed):
+        check_target(DrafterConfig(**shape, target_fingerprint=old), target)

@@ -1,0 +1,92 @@
+"""What a GGUF file says beside its weights: the rotation of positions, and the tokens that end an answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drafter.targets.gguf_file import convert_gguf
+from drafter.targets.target import Target
+from tests.targets.tiny_gguf import write_gguf
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def converted(folder: Path, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
+    folder.mkdir()
+    convert_gguf(write_gguf(folder.with_suffix(".gguf"), more=more), folder)
+    return folder
+
+
+def add_divisors(writer: gguf.GGUFWriter, scale: float = 1.0) -> None:
+    """As llama.cpp's converter writes the rotation of Llama 3.1: one divisor for each frequency."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, rope_parameters={"rope_theta": 10000.0, **LLAMA3})
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0].numpy()
+    plain = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    writer.add_tensor("rope_freqs.weight", (plain / scaled * scale).astype(np.float32))
+
+
+def add_scaling(writer: gguf.GGUFWriter, kind: str, **more: float) -> None:
+    writer.add_string("llama.rope.scaling.type", kind)
+    for name, value in more.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"llama.rope.scaling.{name}", value)
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (lambda writer: add_scaling(writer, "linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
+        (lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0), {"rope_type": "linear", "factor": 4.0}),
+        (lambda writer: add_scaling(writer, "yarn", factor=4.0, original_context_length=32), YARN),
+        (add_divisors, LLAMA3),
+    ],
+)
+def test_the_rotation_of_a_file_is_that_of_a_folder_with_the_same_weights(
+    tmp_path: Path, more: Callable[[Any], None], wanted: dict[str, Any]
+) -> None:
+    plain = converted(tmp_path / "plain")
+    rope = {"rope_theta": 10000.0, **wanted}
+    by_hand = AutoModelForCausalLM.from_pretrained(plain, rope_parameters=rope, dtype=torch.float32)
+    token_BT = torch.arange(3, 103)[None]
+    logits_BTV = [
+        model(token_BT).logits
+        for model in (
+            by_hand,
+            Target.load(str(converted(tmp_path / "scaled", more)), device="cpu").model,
+            Target.load(str(plain), device="cpu").model,
+        )
+    ]
+    assert torch.equal(logits_BTV[0], logits_BTV[1]) and not torch.allclose(logits_BTV[0], logits_BTV[2], rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda writer: add_scaling(writer, "longrope", factor=4.0), "rope.scaling.type longrope"),
+        (lambda writer: add_scaling(writer, "linear", factor=4.0, attn_factor=2.0), "rope.scaling.type linear"),
+        (lambda writer: add_divisors(writer, scale=2.0), "rope_freqs.weight"),
+        (lambda writer: writer.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long"),
+    ],
+)
+def test_a_rotation_that_is_not_known_is_refused(tmp_path: Path, more: Callable[[Any], None], message: str) -> None:
+    with pytest.raises(ValueError, match=f"turns positions in a way that is not known here .*{message}"):
+        converted(tmp_path / "odd", more)
+
+
+def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
+    """Gemma's end of a turn is not the end of the text."""
+    folders = [converted(tmp_path / "one"), converted(tmp_path / "two", lambda writer: writer.add_eot_token_id(0))]
+    assert [Target.load(str(folder), device="cpu").eos_token_ids for folder in folders] == [(2,), (2, 0)]
