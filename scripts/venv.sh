@@ -2,6 +2,8 @@
 #   use_venv        the package alone
 #   use_venv dev    with the tools that the tests need
 # A second call costs nothing: a stamp in .venv remembers what pyproject.toml and constraints.txt said.
+#   use_end newest|oldest   .venv-newest or .venv-oldest instead, with the newest or the oldest versions that
+#                           pyproject.toml admits on the day of the call, and the tools that the tests need
 
 find_python() {
     local candidate
@@ -27,4 +29,17 @@ use_venv() {
         python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".${extra:+[$extra]}"
         touch "$stamp${extra:+-$extra}"
     fi
+}
+
+use_end() {
+    local venv="$PWD/.venv-$1" resolution=highest
+    if [ "$1" = oldest ]; then
+        resolution=lowest-direct
+    fi
+    if ! "$venv/bin/python" -m uv --version >/dev/null 2>&1; then
+        "$(find_python)" -m venv --clear "$venv"
+        "$venv/bin/python" -m pip install --disable-pip-version-check --quiet uv
+    fi
+    "$venv/bin/python" -m uv pip install --python "$venv/bin/python" --resolution "$resolution" --upgrade --editable ".[dev]"
+    export PATH="$venv/bin:$PATH"
 }

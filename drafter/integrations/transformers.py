@@ -10,6 +10,7 @@ AutoConfig and AutoModel.
 Shapes: B rows · T prompt tokens, padding included · G generated tokens.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -39,8 +40,7 @@ from drafter.targets.target import Target
 AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
 
-# What transformers may have made of the settings: processors, by the sampling parameter that they stand for, criteria,
-# and inputs of the model.
+# What transformers may have made of the settings: processors, by the sampling parameter that they stand for; criteria.
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -48,7 +48,8 @@ _WARPERS = {
     MinPLogitsWarper: "min_p",
 }
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
-_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep"}
+# Inputs of the model that a caller may give: the rest would change the answer, or go unused.
+_INPUTS = {"input_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
 
 class DrafterDecoder:
@@ -98,7 +99,8 @@ class DrafterDecoder:
             ValueError: a setting that cannot be honoured, an empty or too long prompt.
         """
         model: Any = self.model
-        decode = partial(self._decode, seed=seed, receiver=streamer)
+        given = {name for name, value in settings.items() if value is not None}
+        decode = partial(self._decode, given=given, seed=seed, receiver=streamer)
         with _as_target(self.model):
             return model.generate(inputs, streamer=streamer, custom_generate=decode, **settings)
 
@@ -110,14 +112,17 @@ class DrafterDecoder:
         stopping_criteria: list[Any],
         generation_config: GenerationConfig,
         *,
+        given: set[str],
         seed: int | None,
         receiver: Any,
         **model_inputs: Any,
     ) -> Tensor:
-        """The decoding method that ``model.generate`` calls, with all that it prepared."""
+        """The decoding method that ``model.generate`` calls, with all that it prepared; ``given``: by the caller."""
         refused = [type(part).__name__ for part in logits_processor if type(part) not in _WARPERS]
         refused += [type(part).__name__ for part in stopping_criteria if type(part) not in _CRITERIA]
-        refused += sorted(name for name, value in model_inputs.items() if value is not None and name not in _INPUTS)
+        # An input that `generate` made itself says nothing new. One of the caller's may have got another name since.
+        settings = vars(generation_config).keys() | inspect.signature(GenerationMixin.generate).parameters.keys()
+        refused += sorted(given & (model_inputs.keys() | given - settings) - _INPUTS)
         refused += ["num_beams"] if generation_config.num_beams > 1 else []
         refused += ["return_dict_in_generate"] if generation_config.return_dict_in_generate else []
         if refused:

@@ -16,6 +16,7 @@ roundings, and a token's ancestors stand in other slots while the token is part 
 cache that is read in float64 hides the order: the differences lie at least 2^-40 below the last digit that is kept.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,6 +73,11 @@ class _Store:
         self.values = torch.zeros(*lead, shape.value_dim, dtype=dtype, device=device)
         self.row_B1 = torch.arange(num_rows, device=device)[:, None]
         self.slot_BT = torch.zeros(0, 0, dtype=torch.int64)
+
+
+def cache_keyword(decoder: nn.Module) -> str:
+    """Name of the argument by which the decoder's forward takes a cache; transformers 5.24 renamed the argument."""
+    return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
 
 
 class SlotCache(Cache):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, MixedShape
+from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, MixedShape, cache_keyword
 from drafter.targets.masks import Window
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape | Mixe
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    _final_hidden(model, past_key_values=cache, use_cache=True)
+    _final_hidden(model, **{cache_keyword(decoder_of(model)): cache}, use_cache=True)
     shapes = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, use_folded_attention
+from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, cache_keyword, use_folded_attention
 from drafter.targets.capabilities import Capabilities, LogitMap
 from drafter.targets.export_layers import LayerStack, repeat_layers
 from drafter.targets.openvino_compile import Unsuitable, as_recorded, decomposed
@@ -118,7 +118,7 @@ class ForwardProgram(nn.Module):
             "inputs_embeds": embedding_BTD,
             "attention_mask": dict(zip(self._mask_kinds, masks, strict=True)) if self._mask_kinds else masks[0],
             "position_ids": position_BT,
-            "past_key_values": cache,
+            cache_keyword(self._decoder): cache,
         }
         given = dict(zip(self._given, weights, strict=True))
         states: list[Tensor] = []

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
-from drafter.targets.cache import CacheShape, MixedShape, SlotCache, use_folded_attention
+from drafter.targets.cache import CacheShape, MixedShape, SlotCache, cache_keyword, use_folded_attention
+from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, probe, refusal
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, probe, refusal
 from drafter.targets.catalog import resolve, stored_file
 from drafter.targets.chat import Chat, encode_chat, encode_text, limited_map, what_runs
@@ -91,6 +92,7 @@ class Target:
         self.model: Any = model
         self.tokenizer = tokenizer
         self.capabilities = capabilities
+        self._cache_keyword = cache_keyword(capabilities.decoder)
         self.name = name
         self.revision = revision
         self.is_sharded, self.layer_devices = is_sharded, layer_devices
@@ -349,7 +351,7 @@ class Target:
             input_ids=token_BT,
             attention_mask=self._own_masks(mask, position_BT, cache),
             position_ids=position_BT,
-            past_key_values=cache,
+            **{self._cache_keyword: cache},
             use_cache=cache is not None,
             output_hidden_states=bool(context_layers),
             return_dict=True,

@@ -32,6 +32,7 @@ _IDLE_WARNINGS = (
     ".*Checkpoint directory .* exists and is not empty.*",
     r".*isinstance\(treespec, LeafSpec\).*",
     ".*is not supported by the model summary.*",
+    ".*smaller than the logging interval.*",
 )
 
 

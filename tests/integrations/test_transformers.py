@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BatchEncoding,
+    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -135,11 +136,14 @@ def test_settings_of_every_origin_are_read_as_by_transformers(model: PreTrainedM
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"logits_processor": [lambda ids, scores: scores]}, "function"),
         ({"inputs_embeds": torch.zeros(4, 7, 32)}, "inputs_embeds"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"position_ids": torch.zeros(4, 7, dtype=torch.int64)}, "position_ids"),
         ({"attention_mask": torch.zeros(4, 1)}, "attention_mask has shape"),
         ({"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 0]])}, "a prompt is empty"),
         ({"streamer": TextStreamer(None)}, "batch size 1"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 def test_what_cannot_be_honoured_is_refused_by_name(model: PreTrainedModel, setting: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         generate(model, **(left_padded(KNOWN) | setting), drafter=trained_drafter())

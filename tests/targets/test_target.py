@@ -206,13 +206,14 @@ def test_without_a_tokenizer_text_is_refused() -> None:
             use()
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("Llama", "sdpa"), ("Gemma2", "eager")])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @torch.no_grad()
-def test_load_from_a_folder(name: str, kernel: str, tmp_path: Path) -> None:
+def test_load_from_a_folder(name: str, tmp_path: Path) -> None:
     made = tiny(name)
     made.model.save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), device="cpu")
     assert target.tokenizer is None and target.name == str(tmp_path)
+    kernel = "sdpa" if made.model._supports_sdpa else "eager"  # older transformers runs Gemma 2 with sdpa
     assert target.model.config._attn_implementation == kernel
     assert target.fingerprint == made.fingerprint
     token_BT = tokens(1, 5)
