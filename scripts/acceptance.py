@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter import Engine, SamplingParams, Target
+from drafter import Engine, SamplingParams
 from drafter.bench.workload import read_prompt_set
 from drafter.engine.settings import Plan
+from drafter.runtimes.loading import load_target
 from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.utils.io import append
 
 
 def main() -> None:
     args = arguments()
-    target = Target.load(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
+    target = load_target(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
     prompts = read_prompt_set(args.prompts).take(args.num_prompts).encode(target)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     first: dict[str, tuple[Tensor, Tensor]] = {}

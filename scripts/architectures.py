@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from drafter import Engine, EngineConfig, SamplingParams, Target
+from drafter import Engine, EngineConfig, SamplingParams
+from drafter.runtimes.loading import wrap_model
 from drafter.utils.io import write_atomic
 
 VOCAB = 96
@@ -207,7 +208,7 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:  # whatever a library of 189 models may raise
         return Verdict(model_type, "not built", _line(error))
     try:
-        target = Target.from_model(model, name=model_type)
+        target = wrap_model(model, name=model_type)
     except ValueError as error:
         return Verdict(model_type, "refused", _line(error))
     except Exception as error:

@@ -26,10 +26,11 @@ import torch
 
 from drafter.bench.backends import PeerProcess
 from drafter.bench.measure import peak_memory
+from drafter.runtimes.loading import load_target
 from drafter.targets.catalog import gguf_file
 from drafter.targets.home import home_folder
 from drafter.targets.slots import Slots
-from drafter.targets.target import QUANTIZATIONS, Target
+from drafter.targets.target import QUANTIZATIONS
 from drafter.utils.io import append, replacing
 from drafter.utils.provenance import run_record
 from drafter.utils.tables import format_table
@@ -112,9 +113,9 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
     options: dict[str, Any] = {"dtype": dtype, "quantization": name if name in QUANTIZATIONS else "none"}
     with peak_memory(torch.device("cpu")) as memory:
         start = time.perf_counter()
-        target = Target.load(str(file), device="cpu", runtime="auto", **options)
+        target = load_target(str(file), device="cpu", runtime="auto", **options)
         load_seconds = time.perf_counter() - start
-        target.fold_attention()
+        target.runtime.prepare_decoding()
         num_slots = NUM_CONTEXT + max(SIZES)
         cache = target.new_cache(1, num_slots)
         times: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -129,7 +130,7 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
                 series.append(1e3 * (time.perf_counter() - start))
     ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
     first_ms = times[SIZES[0]][0]
-    facts = {"dtype": str(target.dtype).removeprefix("torch."), "runtime": target.runtime_name}
+    facts = {"dtype": str(target.dtype).removeprefix("torch."), "runtime": target.runtime.name}
     return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory["bytes"], **facts}
 
 

@@ -14,6 +14,7 @@ from drafter.bench.settings import TuneSettings
 from drafter.bench.tune import tune
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.target import Target
 from drafter.utils.io import write_atomic
 from drafter.utils.provenance import run_record
@@ -41,7 +42,7 @@ def random_target(shape: str, device: str, dtype: torch.dtype) -> Target:
     with torch.device(device):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    return Target.from_model(model, name=f"llama-{shape}-random")
+    return wrap_model(model, name=f"llama-{shape}-random")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in [*([given.target] if given.target else []), *given.shapes]:
         dtype = getattr(torch, given.dtype)
         is_random = name in SHAPES
-        target = random_target(name, given.device, dtype) if is_random else Target.load(
+        target = random_target(name, given.device, dtype) if is_random else load_target(
             name, dtype=given.dtype, device=given.device
         )  # fmt: skip
         vocabulary = {"vocab_size": target.vocab_size, "draft_vocab_size": min(32768, target.vocab_size // 2)}

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafter import SamplingParams, Target
+from drafter import SamplingParams
 from drafter.decoding.sampling import gumbel_noise, make_warp, pick
+from drafter.runtimes.loading import load_target
 from drafter.utils.provenance import run_record
 from tests.engine.test_exactness import NUM_TOKENS, V, make_engine, sample
 from tests.reference.published_rule import published_answers
@@ -56,7 +57,7 @@ def main() -> None:
 @torch.inference_mode()
 def costs() -> list[dict[str, Any]]:
     """CPU milliseconds: of the noise of five positions, of a target's forward over 20 tokens, of their picks."""
-    target = Target.load("smollm2-135m", pack=False)
+    target = load_target("smollm2-135m", is_trainable=True)
     token_BT = torch.tensor([target.encode(TEXT)[:NUM_NODES]])
     assert token_BT.shape[1] == NUM_NODES
     logits_BNV = target.logits(target.forward(token_BT).hidden_BTD)

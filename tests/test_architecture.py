@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "drafter"
 
 HEAVY = {
-    "torch", "transformers", "lightning", "datasets", "matplotlib", "fastapi", "ray", "wandb", "openvino", "torchao",
+    "torch", "transformers", "lightning", "datasets", "matplotlib", "fastapi", "ray", "wandb", "torchao",
     "vllm",
 }  # fmt: skip
 
@@ -18,7 +18,7 @@ RULES = {
     "utils": "",
     "kernels": "torch",
     "models": "kernels utils torch transformers",
-    "targets": "kernels utils torch transformers openvino:openvino_compile.py",
+    "targets": "kernels utils torch transformers",
     "runtimes": "targets kernels utils torch transformers",
     "decoding": "kernels utils torch",
     "proposers": "decoding models targets kernels utils torch",

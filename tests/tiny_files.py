@@ -17,9 +17,10 @@ def make_drafter(target: str, folder: Path, **shape: Any) -> str:
     """An untrained drafter for the target in a folder, with a head of its own unless ``shape`` says otherwise."""
     import torch
 
-    from drafter import DrafterConfig, RecurrentDrafter, Target
+    from drafter import DrafterConfig, RecurrentDrafter
+    from drafter.runtimes.loading import load_target
 
-    loaded = Target.load(target, device="cpu")
+    loaded = load_target(target, device="cpu")
     config = DrafterConfig(
         vocab_size=loaded.vocab_size,
         hidden_size=loaded.hidden_size,

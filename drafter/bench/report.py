@@ -14,7 +14,7 @@ from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
 _TITLE = "# Benchmark results\n"
-_PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "openvino", "vllm")
+_PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "vllm")
 # llama.cpp with BF16 weights; `native` is the program built for the processor in results of earlier releases.
 _LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
 

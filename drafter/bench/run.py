@@ -49,10 +49,10 @@ def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[W
                 "rows would stay empty; give more prompts or smaller batches"
             )
     hf_target = models.target
-    if hf_target.is_packed and any(spec.name == "hf-generate" for spec in options.specs):
+    if not hf_target.traits.is_trainable and any(spec.name == "hf-generate" for spec in options.specs):
         # transformers runs the model as transformers loads it, of a GGUF file on its unpacked weights.
         dtype: Any = dtype_name(hf_target.dtype)
-        hf_target = replace(options, dtype=dtype, runtime="torch").load(pack=False)
+        hf_target = replace(options, dtype=dtype, runtime="torch").load(is_trainable=True)
     gc.collect()
     gc.freeze()  # no run pays for scanning the objects that are there now
     num_runs = 0
@@ -144,8 +144,8 @@ class _Point:
             "target": {
                 "name": target.name,
                 "dtype": number_format(target) + rounding,
-                "runtime": target.runtime_name,
-                "num_parameters": target.num_parameters,
+                "runtime": target.runtime.name,
+                "num_parameters": target.runtime.num_parameters,
                 "fingerprint": target.fingerprint,
             },
             "device": device_name(target.device),

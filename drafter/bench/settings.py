@@ -160,7 +160,7 @@ class MethodOptions(Options, TargetConfig):
         return LoadedModels(
             target,
             None if drafter is None else load_drafter(drafter, target),
-            self.load(draft_model, pack=False) if has_draft_model else None,
+            self.load(draft_model, is_trainable=True) if has_draft_model else None,
         )
 
 

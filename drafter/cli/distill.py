@@ -131,7 +131,7 @@ def _compare(server: "Endpoint", options: DistillOptions) -> None:
     from drafter.distill.prompts import BUILTIN_PROMPTS, select_prompts
     from drafter.distill.same_model import compare_models
 
-    target = options.load(pack=False)
+    target = options.load(is_trainable=True)
     prompts = [row.messages for row in select_prompts(BUILTIN_PROMPTS, limit=3)[0]]
     found = compare_models(server.client, server.model, target, prompts)
     if found.is_other_model:

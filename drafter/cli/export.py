@@ -76,4 +76,4 @@ def _target_of(options: ExportOptions, drafter: "RecurrentDrafter") -> "Target":
     name = options.target or drafter.config.target_name
     if not name:
         raise ValueError("the drafter does not say which target it was trained for: give --target")
-    return load_target(name, dtype="auto", device="auto", revision=drafter.config.target_revision, pack=False)
+    return load_target(name, dtype="auto", device="auto", revision=drafter.config.target_revision, is_trainable=True)

@@ -16,7 +16,6 @@ from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
-from importlib.util import find_spec
 from typing import Any
 
 from drafter.utils.io import printable
@@ -49,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's mistake is one line."""
     try:
         words = list(sys.argv[1:] if argv is None else argv)
-        _let_threads_sleep()
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
@@ -69,16 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"drafter: error: {_one_line(error)}", file=sys.stderr)
         return _EXIT_ERROR
-
-
-def _let_threads_sleep() -> None:
-    """Let torch's idle threads sleep soon where OpenVINO is installed: spinning threads take the cores from OpenVINO's.
-
-    Threads that sleep at once have to be woken for each small product of a drafter. On two cores a short spin takes a
-    third off the time around the target's forward. The variable has to be set before torch is imported.
-    """
-    if "torch" not in sys.modules and find_spec("openvino") is not None and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 def _is_of_user(error: Exception) -> bool:

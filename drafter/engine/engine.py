@@ -79,7 +79,7 @@ class Engine:
         self._sizer = sizer if proposer is None else None
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:
-            model.fold_attention()
+            model.runtime.prepare_decoding()
         self.drafter = drafter
         self._plain = RootOnly(plan.tree_size if plan.method == "none" and proposer is None else 1)
         self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)

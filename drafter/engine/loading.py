@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "stored"]
-Runtime = Literal["auto", "torch", "openvino"]
+Runtime = Literal["auto", "torch"]
 Quantization = Literal["none", "int8", "int4"]
 
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
@@ -27,13 +27,11 @@ class TargetConfig:
 
     Attributes:
         target: alias, hub id, folder or .gguf file of the language model
-        dtype: number format of the models; stored: the integers of a GGUF file, with activations rounded to 8 bits, on
-            a CPU (default: auto, which is bfloat16 on CUDA, bfloat16 or, for GGUF files from 0.3 GB on, stored on a CPU
-            with bfloat16 instructions and OpenVINO, and float32 elsewhere)
+        dtype: number format of the models; stored: the weights as the file has them (default: auto, which is stored on
+            a CPU where the native step can run the target, bfloat16 on CUDA and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps into CUDA graphs (default: on, where they can be)
-        runtime: runtime of the target's forward; auto: OpenVINO for stored and bfloat16 on a CPU if OpenVINO is
-            installed and can run the target, else torch
+        runtime: what computes the target's forward (default: auto, the first one that can run the target)
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
             device of every module (a number, cpu or disk)
         quantization: rounding of the weights of the target's linear layers; the text is the rounded target's
@@ -51,14 +49,12 @@ class TargetConfig:
     revision: str | None = None
     trust_remote_code: bool = False
 
-    def load(self, name: str | None = None, *, pack: bool = True) -> "Target":
+    def load(self, name: str | None = None, *, is_trainable: bool = False) -> "Target":
         """The target, or another model with the same dtype and device (ValueError if it cannot be loaded)."""
-        if self.device_map is not None and self.runtime == "openvino":
-            raise ValueError(f"--device-map {self.device_map} runs torch: leave --runtime openvino out")
         is_target = name in (None, self.target)
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
-            trust_remote_code=self.trust_remote_code, pack=pack, runtime=self.runtime,
+            trust_remote_code=self.trust_remote_code, runtime=self.runtime, is_trainable=is_trainable,
             device_map=self.device_map if is_target else None,
             quantization=self.quantization if is_target else "none",
         )  # fmt: skip
@@ -73,17 +69,16 @@ class LoadedModels(NamedTuple):
 
 
 def load_target(name: str, **options: Any) -> "Target":
-    """The target of a command: :meth:`Target.load` without the bars and notices of transformers."""
-    from drafter.targets.openvino_compile import starting
+    """The target of a command: :func:`drafter.runtimes.loading.load_target` without the bars and notices of
+    transformers.
+    """
+    from transformers.utils import logging
 
-    with starting(name, options):
-        from transformers.utils import logging
+    from drafter.runtimes.loading import load_target
 
-        from drafter.targets.target import Target
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        return Target.load(name, **options)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return load_target(name, **options)
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
@@ -110,7 +105,7 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     except (OSError, ValueError) as error:
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
     drafter.to(target.device, target.dtype)
-    if target.is_packed or target.runtime is not None:
+    if not target.traits.is_trainable:
         drafter.pack()
     return drafter.eval().bind(target)
 

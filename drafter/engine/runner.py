@@ -46,7 +46,7 @@ class Runner:
         self._context_layers = context_layers
         self._is_rejection = plan.verify == "rejection"
         device = target.device
-        self.cache = target.new_cache(num_rows, num_slots, exact_attention=plan.exact_attention)
+        self.cache = target.new_cache(num_rows, num_slots)
         self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -392,8 +392,8 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
         ValueError: the memory is too small; the message has both numbers.
     """
     target = models[0]
-    free = [available_bytes(device) for device in {*target.layer_devices, target.device}]
-    cache = sum(model.cache_shape.num_bytes(num_rows, num_slots, model.dtype) for model in models)
+    free = [available_bytes(device) for device in {*target.traits.layer_devices, target.device}]
+    cache = sum(model.runtime.cache_bytes(num_rows, num_slots) for model in models)
     step = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
     if None not in free and cache + step > (available := sum(filter(None, free))):
         raise ValueError(

@@ -146,8 +146,6 @@ class Plan(Drafting):
         enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
         prefill_chunk: prompt tokens per forward.
         compile: compile the step into CUDA graphs (torch.compile).
-        exact_attention: compute attention in float64. The sums then do not depend on the slots of tokens, so a text in
-            bfloat16 also equals the text of ``none`` in steps of the same number of nodes, token for token.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
         max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
         dtype: number format of the step.
@@ -159,7 +157,6 @@ class Plan(Drafting):
     enable_prefix_caching: bool = False
     prefill_chunk: int = 256
     compile: bool = False
-    exact_attention: bool = False
     tuned: str | None = None
     max_drafted_rows: int | None = None
     dtype: str = "float32"
@@ -193,7 +190,7 @@ def resolve(
     """
     config = config or EngineConfig()
     _check_models(config, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
-    is_compilable = target.device.type == "cuda" and target.is_plain
+    is_compilable = target.traits.is_compilable
     if config.compile and not is_compilable:
         raise ValueError(f"--compile needs plain weights on one CUDA device: leave it out for {target.name!r}")
     without_drafter: Method = "lookup" if target.device.type == "cpu" else "none"
@@ -289,7 +286,7 @@ def _measured(
     if path is None:
         path = tuned_path(drafter.name_or_path) if drafter.name_or_path else None
         # Sizes are measured with plain weights on one device.
-        if path is None or not path.is_file() or not target.is_plain:
+        if path is None or not path.is_file() or not target.traits.is_uniform:
             return None, "nothing was measured (`drafter tune` measures)"
         if config.copying is False:  # the measured trees may have more nodes than the beams alone draft
             return None, "the measured sizes are for drafts with copies"
@@ -338,7 +335,7 @@ def _origin(config: EngineConfig, method: Method, target: "Target") -> str:
     if all(name in given or name in ("tree_policy", "copying") for name in names):
         return "as given"
     device = "a CPU" if target.device.type == "cpu" else target.device.type.upper()
-    default = f"default for {device}" + (" with OpenVINO" if target.runtime is not None else "")
+    default = f"default for {device}"
     return f"{', '.join(map(_flag, given))} as given, otherwise {default}" if given else default
 
 

@@ -242,7 +242,7 @@ def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: boo
     return {
         "device": device_name(target.device),
         "dtype": number_format(target),
-        "runtime": target.runtime_name,
+        "runtime": target.runtime.name,
         "compile": is_compiled,
         "target_fingerprint": target.fingerprint,
         "drafter_fingerprint": fingerprint_of_weights(drafter),
@@ -261,7 +261,7 @@ def misfit(sizes: TunedSizes, present: Mapping[str, Any]) -> str:
 
 def number_format(target: Target) -> str:
     """The number format of a target's weights: `stored` for the integers of a GGUF file, else the dtype's name."""
-    return "stored" if target.is_stored else dtype_name(target.dtype)
+    return str(target.traits.number_format)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -35,7 +35,7 @@ from drafter.engine.loading import load_drafter
 from drafter.engine.settings import EngineConfig
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 
 AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
@@ -74,7 +74,7 @@ class DrafterDecoder:
     ) -> None:
         self.model = model
         with _as_target(model):
-            target = Target.from_model(model)
+            target = wrap_model(model)
         if isinstance(drafter, RecurrentDrafter):
             head = drafter.eval().to(target.device)
         else:

@@ -1,7 +1,7 @@
 """The native step: bindings of ``csrc``, whose layouts are described in ``csrc/layout.h``.
 
-The library is built when the package is installed. It holds kernels for several instruction sets, of which the processor's
-best one runs. Tensors go in as addresses; a structure keeps what its addresses point to.
+The library is built when the package is installed. It holds kernels for several instruction sets, of which the best one
+of the processor runs. Tensors go in as addresses; a structure keeps what its addresses point to.
 
 Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · M listed hidden states · L moved slots.
 """
@@ -79,7 +79,8 @@ class Cache(_Structure):
     """Keys and values of all layers."""
 
     _fields_ = [
-        ("num_rows", _int), ("num_slots", _int), ("spare_slot", ctypes.c_int64), ("keys", _address), ("values", _address),
+        ("num_rows", _int), ("num_slots", _int), ("spare_slot", ctypes.c_int64),
+        ("keys", _address), ("values", _address),
     ]  # fmt: skip
 
 
@@ -173,7 +174,9 @@ def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
 
     A weight that is no number becomes 0.
     """
-    weight_OI = torch.nn.functional.pad(weight_OI.detach().float().nan_to_num(0.0, 0.0, 0.0), (0, -weight_OI.shape[1] % 32))
+    weight_OI = torch.nn.functional.pad(
+        weight_OI.detach().float().nan_to_num(0.0, 0.0, 0.0), (0, -weight_OI.shape[1] % 32)
+    )
     group_OGI = weight_OI.unflatten(1, (-1, 32))
     scale_OG1 = (group_OGI.abs().amax(2, keepdim=True) / 127).clamp(1e-7, 65504).half()
     integer_OGI = (group_OGI / scale_OG1.float()).round().clamp(-127, 127).to(torch.int8)
@@ -210,9 +213,10 @@ def multiply(matrix: Matrix, x_XI: Tensor) -> Tensor:
 def forward(
     model: Model, cache: Cache, tokens: Tokens, embedding_BTD: Tensor, state_layers: Sequence[int] = ()
 ) -> tuple[Tensor, list[Tensor]]:
-    """The decoder: float32 hidden states [B, T, D] after the last norm, and the states of listed layers (0 = embeddings,
-    i = after layer i, before the last norm), each [B, T, D]. Keys and values go to the tokens' slots. States of tokens in
-    the spare slot are 0.
+    """The decoder: float32 hidden states [B, T, D] after the last norm, and states of listed layers, each [B, T, D].
+
+    0 is the embeddings, i the state after layer i; the last layer's state is the one after the last norm. Keys and
+    values go to the tokens' slots. States of tokens in the spare slot are 0.
     """
     hidden_BTD = torch.zeros_like(embedding_BTD)
     state_MBTD = torch.zeros(len(state_layers), *embedding_BTD.shape)

@@ -37,8 +37,12 @@ class TargetLike(Protocol):
 
     name: str
     fingerprint: str
-    vocab_size: int
-    hidden_size: int
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def output_weight_VD(self) -> Tensor: ...

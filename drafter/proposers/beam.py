@@ -4,6 +4,7 @@ Shapes: B rows · W beam width (1 at the first step) · L draft length · R draf
 D hidden size · C context size · S slots of history · M drafted nodes · K children of a beam.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, mix
+from drafter.proposers.native_search import NativeSearch, can_search
 from drafter.proposers.options import COPY_DEPTH, Drafting
 from drafter.targets.target import Target
 
@@ -86,7 +88,11 @@ class BeamProposer(Proposer):
         self._index_V[self._token_R] = torch.arange(num_tokens, device=self._token_R.device)
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
-        self._search_greedily = (compiler or Compiler())(self._search)
+        self._search_greedily: Callable[..., tuple[Tensor, Tensor, Tensor]] = (compiler or Compiler())(self._search)
+        if can_search(drafter, drafting):
+            self._search_greedily = NativeSearch(
+                drafter, target, self._index_V, self._odds_X, drafting, self.length, self.max_depth
+            )
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""

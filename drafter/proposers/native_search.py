@@ -7,6 +7,7 @@ V target vocabulary · X lengths of a match, 0 first.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +48,18 @@ class NativeSearch:
     ) -> None:
         self._drafter, self._width, self._length, self._depth = drafter, drafting.beam_width, length, depth
         config, cell = drafter.config, drafter.cell
-        blocks = [native.round_matrix(block.linear.weight, block.linear.bias) for block in drafter.blocks]
-        downs = [native.round_matrix(block.down.weight) for block in drafter.blocks if block.down is not None]
+        parts: list[Any] = list(drafter.blocks)
+        blocks = [native.round_matrix(part.linear.weight, part.linear.bias) for part in parts]
+        downs = [native.round_matrix(part.down.weight) for part in parts if part.down is not None]
         cell_matrix = native.round_matrix(torch.cat([cell.w.weight, cell.u.weight], dim=1), cell.u.bias)
         head = native.round_matrix(drafter.head.weight) if config.head == "tied" else native.NO_MATRIX
         rows = native.round_matrix(drafter.output_rows())
         array = native.Matrix * max(1, len(blocks))
-        kept = {"blocks": array(*blocks), "down": array(*downs), "odds": log_odds_X.float().contiguous()}
+        kept: dict[str, Any] = {
+            "blocks": array(*blocks),
+            "down": array(*downs),
+            "odds": log_odds_X.float().contiguous(),
+        }
         embedding_VD = target.embedding_weight_VD.float().contiguous()
         self._native = native.Drafter(
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),

@@ -14,27 +14,31 @@ from drafter.targets.slots import Slots as Slots
 from drafter.targets.slots import TargetOutput as TargetOutput
 
 
+class Unsuitable(Exception):
+    """A runtime cannot run a target; the text says why, and another runtime may."""
+
+
 class Traits(NamedTuple):
     """Facts about a runtime and the weights that the runtime holds.
 
     Attributes:
         number_format: as people read the format: ``float32``, ``bfloat16``, ``float16``, ``stored``.
-        is_compilable: torch may record whole steps: plain weights on one device, one store of slots.
-        is_trainable: hidden states may be computed by the modules of torch, whose weights can be read and trained.
+        is_compilable: torch may record whole steps as CUDA graphs.
+        is_uniform: all layers on one device, with keys of one shape; what was measured on the device then holds.
+        is_trainable: the weights are plain numbers in modules of torch.
         is_exact: tree, batch and chunk change no bit of a token's logits.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         has_plain_logits: logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap).
-        max_rows: rows of a step that pay by default on this device; None: the device's own default.
         layer_devices: where each layer computes; empty: all on one device.
     """
 
     number_format: str
     is_compilable: bool = False
+    is_uniform: bool = True
     is_trainable: bool = False
     is_exact: bool = False
     is_sharded: bool = False
     has_plain_logits: bool = True
-    max_rows: int | None = None
     layer_devices: tuple[torch.device, ...] = ()
 
 
@@ -92,12 +96,11 @@ class Runtime(Protocol[C]):
         """Input embeddings as the first layer gets them, scale included: int64 [...] -> [..., D]."""
         ...
 
-    def new_cache(self, num_rows: int, num_slots: int, *, exact_attention: bool = False) -> C:
-        """An empty cache; 0 rows and 0 slots are allowed.
+    def prepare_decoding(self) -> None:
+        """Called before the first step of an engine."""
 
-        Raises:
-            ValueError: the runtime has no exact attention, and does not need it (``traits.is_exact``) either.
-        """
+    def new_cache(self, num_rows: int, num_slots: int) -> C:
+        """An empty cache; 0 rows and 0 slots are allowed."""
         ...
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:

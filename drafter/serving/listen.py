@@ -49,18 +49,14 @@ def load_engine(options: ServeOptions) -> Engine:
 def warm_up(engine: Engine) -> None:
     """Generate short answers, so that kernels are loaded before the first client.
 
-    A runtime of programs prepares its kernels here, for every number of rows.
-
     Raises:
         ValueError: the engine failed.
     """
     plan, target = engine.plan, engine.target
     room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
     prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
-    most = 1 if target.runtime is None else plan.max_num_seqs
     try:
-        for num_rows in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
-            engine.generate([prompt] * num_rows, _WARM_UP)
+        engine.generate([prompt], _WARM_UP)
     except Exception as error:
         message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
         raise ValueError(message) from error

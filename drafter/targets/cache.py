@@ -10,10 +10,6 @@ transformers' own SDPA attention copies the keys and values of every layer once 
 several tokens come with a mask. :func:`folded_attention` reads the slots where they are: the heads of a group become
 further queries of one head. The function is registered as an attention implementation of transformers, by the library's
 own interface; the model's code stays as it is.
-
-Attention computes in the dtype of the keys that the cache hands over. In bfloat16 the order of a sum changes its
-roundings, and a token's ancestors stand in other slots while the token is part of a tree than after its acceptance. A
-cache that is read in float64 hides the order: the differences lie at least 2^-40 below the last digit that is kept.
 """
 
 import inspect
@@ -91,8 +87,6 @@ class SlotCache(Cache):
         num_rows, num_slots: B, S.
         dtype: of what is stored.
         device: where; or the device of every layer.
-        read_dtype: what attention gets to read, and so computes in (None: ``dtype``); a copy of a layer's visible slots
-            at a time.
 
     Attributes:
         num_rows: B.
@@ -111,7 +105,6 @@ class SlotCache(Cache):
         *,
         dtype: torch.dtype,
         device: torch.device | str | Sequence[torch.device],
-        read_dtype: torch.dtype | None = None,
     ) -> None:
         layers = shape.layers
         super().__init__(layers=[StaticLayer(num_slots) for _ in layers])  # what a model may ask; these store nothing
@@ -124,7 +117,6 @@ class SlotCache(Cache):
         }
         # Of each layer: its store, and its number there.
         self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
-        self._read_dtype = read_dtype or dtype
         self.rows = slice(0, num_rows)
         self.window = num_slots
         self.planned_slots = torch.zeros(0, 0, dtype=torch.int64)
@@ -167,15 +159,15 @@ class SlotCache(Cache):
             layer_idx: the layer.
 
         Returns:
-            The visible keys and values of the rows that run, [B, H, S, K]; views, but for another ``read_dtype``.
+            The visible keys and values of the rows that run, [B, H, S, K]; views.
         """
         store, layer = self._places[layer_idx]
         row_B1 = store.row_B1[self.rows]
         write = write_operator if torch.compiler.is_compiling() else write_slots
         write(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
         return (
-            store.keys[layer, self.rows, :, : self.window].to(self._read_dtype),
-            store.values[layer, self.rows, :, : self.window].to(self._read_dtype),
+            store.keys[layer, self.rows, :, : self.window],
+            store.values[layer, self.rows, :, : self.window],
         )
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:

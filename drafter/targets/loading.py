@@ -1,10 +1,8 @@
 """Reads a target: model and tokenizer of a folder, a hub id or a .gguf file, on whichever devices the layers go."""
 
-import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +12,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
-from drafter.targets.catalog import gguf_path, resolve
+from drafter.targets.catalog import resolve
 from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Bytes of weights. Smaller targets decode a whole answer in less time than an export to OpenVINO takes.
-_LEAST_STORED_BYTES = 300_000_000
-_LEAST_OPENVINO_BYTES = 40_000_000
 _DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
 
 
@@ -65,42 +60,12 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype.
-
-    :func:`openvino_dtype` has the meaning of ``auto`` where OpenVINO may run the target.
-    """
+    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is unknown: use auto, stored, {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def suits_openvino(name: str) -> bool:
-    """Whether ``auto`` runs a target with OpenVINO on a CPU: installed, and worth an export.
-
-    ValueError for an unknown target.
-    """
-    if find_spec("openvino") is None:
-        return False
-    file = gguf_path(name)
-    place = file or resolve(name)
-    files = [file] if file else list(place.glob("*.safetensors")) if isinstance(place, Path) else []
-    return not files or sum(file.stat().st_size for file in files) >= _LEAST_OPENVINO_BYTES
-
-
-def openvino_dtype(name: str) -> str:
-    """What ``auto`` means where OpenVINO may run the target on a CPU; ValueError for an unknown target.
-
-    ``float32`` where OpenVINO does not suit the target, or the processor does not compute in bfloat16. Else ``stored``
-    for a GGUF file whose integers of 0.3 GB or more are faster than unpacked weights: integers of 0.1 GB (such as the
-    alias' file) are slower, and their rounded activations change more near ties (docs/performance.md). Else
-    ``bfloat16``.
-    """
-    if not (torch.cpu._is_avx512_bf16_supported() and suits_openvino(name)):  # AMX comes with AVX-512 BF16
-        return "float32"
-    file = gguf_path(name)
-    return "stored" if file is not None and file.stat().st_size >= _LEAST_STORED_BYTES else "bfloat16"
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
@@ -219,21 +184,6 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
         return model
 
     return _made(read)
-
-
-def describe(place: Path | str, dtype: torch.dtype, **shared: Any) -> "PreTrainedModel":
-    """The model of a folder or hub id with weights that nobody has written: their memory is not in use yet."""
-    from transformers import AutoConfig, GenerationConfig
-    from transformers.initialization import no_init_weights
-
-    config = AutoConfig.from_pretrained(place, **shared)
-    code = {"trust_remote_code": True} if shared.get("trust_remote_code") else {}
-    with no_init_weights():
-        model = _made(lambda kind, attn: kind.from_config(config, dtype=dtype, attn_implementation=attn, **code))
-    model.tie_weights()
-    with contextlib.suppress(OSError):  # a bare model has no settings of generation
-        model.generation_config = GenerationConfig.from_pretrained(place, revision=shared.get("revision") or "main")
-    return model.eval().requires_grad_(False)
 
 
 def _made(make: Callable[[Any, str], Any]) -> Any:

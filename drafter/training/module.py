@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
 from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
@@ -54,7 +55,7 @@ class Teacher:
     @torch.no_grad()
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Final hidden states -> the target's logits over the draft vocabulary [C, R], in the dtype of the rows."""
-        if self.target.has_plain_logits:
+        if self.target.traits.has_plain_logits:
             return F.linear(hidden_CD.to(self.weight_RD.dtype), self.weight_RD)
         with torch.autocast(hidden_CD.device.type, enabled=False):
             return self.target.logits(hidden_CD.to(self.target.dtype))[:, self._ids_R].to(self.weight_RD.dtype)
@@ -115,8 +116,10 @@ class DrafterModule(LightningModule):
         )
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self._rates = objective.rates(drafter.draft_length)
-        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "pack": False}
-        self._load_target = partial(Target.load, target, dtype=target_dtype, quantization=quantization, **shared)
+        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "is_trainable": True}
+        self._load_target = partial(
+            load_target, target, runtime="torch", dtype=target_dtype, quantization=quantization, **shared
+        )
         self._seed = torch.initial_seed()
         self.num_positions = 0
         self._clock = (0.0, 0)
@@ -142,7 +145,7 @@ class DrafterModule(LightningModule):
         # These attributes are neither modules nor buffers, so Lightning does not save, move or broadcast them.
         self.teacher, self._draft_index_V = teacher, draft_index_of(ids_R.cpu(), target.vocab_size)
         is_tied = self.drafter.config.head == "tied"
-        if self.objective.shared_tokens and not (is_tied and target.has_plain_logits):
+        if self.objective.shared_tokens and not (is_tied and target.traits.has_plain_logits):
             raise ValueError(
                 f"--model.objective.shared_tokens {self.objective.shared_tokens} needs a tied head and a target whose "
                 "logits are products with its output matrix: give 0"

@@ -29,6 +29,8 @@ from drafter.engine.request import RequestOptions, Update
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import wrap_model
+from drafter.runtimes.torch import TorchRuntime
 from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
@@ -56,7 +58,7 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 # On the CPU they answer the questions of drafter.targets.capabilities.
 _ON_CPU = {
-    kind: Target.from_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SIZES | fields)), name=kind)
+    kind: wrap_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SIZES | fields)), name=kind)
     for kind, fields in _MODELS.items()
 }
 refuser = Refuser()
@@ -81,12 +83,12 @@ def target_of(kind: str) -> Target:
     """A small target with weights on the device; what it can do is known."""
     on_cpu = _ON_CPU[kind]
     model = refuser.put(lambda: copy.deepcopy(on_cpu.model))
-    capabilities = on_cpu.capabilities._replace(decoder=decoder_of(model))
-    target = Target(model, tiny_tokenizer(), capabilities, name=kind, plain_fingerprint="x")
+    capabilities = on_cpu.runtime.capabilities._replace(decoder=decoder_of(model))
+    runtime = TorchRuntime(model, kind, capabilities=capabilities)
     # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
-    target.embedding_weight_VD = model.get_input_embeddings().weight.detach()
-    target.output_weight_VD = model.get_output_embeddings().weight.detach()
-    return target
+    runtime.embedding_weight_VD = model.get_input_embeddings().weight.detach()
+    runtime.output_weight_VD = model.get_output_embeddings().weight.detach()
+    return Target(runtime, tiny_tokenizer(), model.config, name=kind, fingerprint="x")
 
 
 def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:

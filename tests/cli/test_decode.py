@@ -18,7 +18,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.settings import EngineOptions
-from drafter.targets.target import Target
+from drafter.runtimes.loading import load_target
 from drafter.utils.provenance import write_run_record
 from tests.cli.conftest import Refused
 
@@ -69,7 +69,7 @@ def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str
 
 
 def test_a_difference_is_named_with_the_targets_margin(target: str) -> None:
-    model = Target.load(target, device="cpu")
+    model = load_target(target, device="cpu")
     plain, *others = ([4, 9, 11, 2], [4, 9, 30, 2], [4, 9])
     shown = [_verdict(model, written(plain), written(other), is_greedy=True) for other in (plain, *others)]
     logits_V = model.logits(model.forward(torch.tensor([[5, 6, 4, 9]])).hidden_BTD)[0, -1]

@@ -208,15 +208,3 @@ def test_closed_outputs_are_quiet() -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_idle_threads_sleep_soon_where_openvino_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user says otherwise, and unless torch has read the variable already."""
-    monkeypatch.setattr(cli, "find_spec", lambda name: name == "openvino")
-    for has_torch in (True, False):
-        monkeypatch.setattr(sys, "modules", {"torch": sys} if has_torch else {})
-        for given in ({}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "7"}):
-            environment = dict(given)
-            monkeypatch.setattr(os, "environ", environment)
-            cli._let_threads_sleep()
-            assert environment == (given if given or has_torch else {"GOMP_SPINCOUNT": "30000"})

@@ -19,6 +19,7 @@ from drafter.data.hidden_states import (
     open_stored_states,
 )
 from drafter.data.rows import TokenRows
+from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
 from tests.data.engine_files import states_before_norm, write_file, write_speculators, write_vllm
 from tests.data.tiny import tiny_target, token_rows
@@ -32,7 +33,7 @@ def target() -> Target:
     made = tiny_target()
     with torch.no_grad():  # a norm that changes something
         made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
-    return Target.from_model(made.model, made.tokenizer, name="tiny")
+    return wrap_model(made.model, made.tokenizer, name="tiny")
 
 
 def rows_of(num_rows: int = 7) -> TokenRows:
@@ -130,7 +131,7 @@ def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tm
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPTNeoX", "OPT", "Cohere2"])
 def test_the_final_norm_is_found(name: str) -> None:
-    target = Target.from_model(build(TARGETS[name]()), name=name)
+    target = wrap_model(build(TARGETS[name]()), name=name)
     seen = []
     norm = target.final_norm()
     last = [module for module in target.model.modules() if type(module) is type(norm)][-1]

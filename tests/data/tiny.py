@@ -77,7 +77,7 @@ def tiny_target(seed: int = 0, **changes: float):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from drafter.targets.target import Target
+    from drafter.runtimes.loading import wrap_model
 
     tokenizer = tiny_tokenizer()
     sizes = {
@@ -94,7 +94,7 @@ def tiny_target(seed: int = 0, **changes: float):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(LlamaConfig(**sizes))
-    return Target.from_model(model, tokenizer, name="tiny")
+    return wrap_model(model, tokenizer, name="tiny")
 
 
 def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> list[EncodedRow]:

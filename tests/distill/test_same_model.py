@@ -15,7 +15,7 @@ from drafter.distill.run import NO_ANSWER, distill
 from drafter.distill.same_model import Comparison, compare_models
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
 from tests.distill.test_endpoint import FakeServer, answer_of, prompts, server
 from tests.serving.live import Live, live_server
@@ -32,7 +32,7 @@ def plain_engine(template: str = CHAT_TEMPLATE, noise: float = 0.0) -> Engine:
         torch.manual_seed(1)
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * weight.std() * noise) if weight.ndim > 1 else None
-    target = Target.from_model(model, tiny_tokenizer(template), name="tiny")
+    target = wrap_model(model, tiny_tokenizer(template), name="tiny")
     return Engine(target, None, EngineConfig(method="none", max_num_seqs=4, max_model_len=256))
 
 

@@ -14,6 +14,7 @@ from drafter.decoding.sampling import make_warp
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
+from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
 
 VOCAB = 61
@@ -32,7 +33,7 @@ def tiny_target(seed: int = 0, *, vocab_size: int = VOCAB, hidden_size: int = 32
         max_position_embeddings=max_length,
         initializer_range=0.15,
     )
-    return Target.from_model(LlamaForCausalLM(config), name=f"tiny-{seed}")
+    return wrap_model(LlamaForCausalLM(config), name=f"tiny-{seed}")
 
 
 Asked = tuple[tuple[int, ...], SamplingParams]

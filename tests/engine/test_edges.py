@@ -13,7 +13,7 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, tiny_target
 
@@ -96,10 +96,7 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monk
     target, draft_model = tiny_target(), tiny_target(1) if method == "draft-model" else None
     engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=3), draft_model=draft_model)
     models = [target] if draft_model is None else [target, draft_model]
-    need = (
-        sum(model.cache_shape.num_bytes(3, 128, model.dtype) for model in models)
-        + 3 * engine.proposer.num_nodes * VOCAB * 4
-    )
+    need = sum(model.runtime.cache_bytes(3, 128) for model in models) + 3 * engine.proposer.num_nodes * VOCAB * 4
     monkeypatch.setattr(runner, "available_bytes", lambda device: need - 1)
     with pytest.raises(ValueError, match=r"3 rows of 128 slots need .* GiB .* lower --max-num-seqs"):
         engine.reserve(100)
@@ -108,7 +105,7 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monk
 
 
 def test_bfloat16_steps_with_trees_round_as_plain_steps_of_as_many_nodes() -> None:
-    target = Target.from_model(tiny_target().model.to(torch.bfloat16), name="tiny-0")
+    target = wrap_model(tiny_target().model.to(torch.bfloat16), name="tiny-0")
     prompts = prompts_for(12, seed=4)
     tree = Plan(method="drafter", max_num_seqs=3, beam_width=4, draft_length=3, tree_size=12)
     try:

@@ -10,7 +10,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.runner import Runner
 from drafter.engine.settings import EngineConfig
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 from tests.engine.drafters import prompts_for, trained_drafter
 from tests.engine.oracle import tiny_target
 
@@ -25,7 +25,7 @@ NUCLEUS = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1, 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, NUCLEUS], ids=["greedy", "sampled", "nucleus"])
 def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any wait but the handing out is an error."""
-    target = Target.from_model(tiny_target().model.to("cuda"), name="tiny-0")
+    target = wrap_model(tiny_target().model.to("cuda"), name="tiny-0")
     drafter = copy.deepcopy(trained_drafter()).to("cuda").bind(target)
     engine = Engine(target, drafter, EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
     engine.reserve(150)

@@ -28,8 +28,8 @@ from drafter.engine.settings import EngineConfig
 from drafter.integrations.hub import CUSTOM_GENERATE
 from drafter.integrations.transformers import DrafterDecoder, generate
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import wrap_model
 from drafter.targets.catalog import fetch
-from drafter.targets.target import Target
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 
 PAD = 0
@@ -112,7 +112,7 @@ def test_sampling_is_decided_by_the_seed(model: PreTrainedModel, folder: Path) -
 
 def test_settings_of_every_origin_are_read_as_by_transformers(model: PreTrainedModel) -> None:
     """Sampling parameters of a config, of the model's own config, and transformers' default of 50 likeliest tokens."""
-    prompt, engine = KNOWN[0], Engine(Target.from_model(model), config=EngineConfig(method="none"))
+    prompt, engine = KNOWN[0], Engine(wrap_model(model), config=EngineConfig(method="none"))
     inputs = torch.tensor([prompt])
     model.generation_config.min_p = 0.05
     config = GenerationConfig(do_sample=True, temperature=1.4, top_p=0.95, max_length=len(prompt) + 20)

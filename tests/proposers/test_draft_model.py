@@ -10,6 +10,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.proposers import draft_model
 from drafter.proposers.draft_model import check_same_vocabulary
+from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
 from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
 
@@ -71,8 +72,8 @@ def test_foreign_vocabulary_is_refused() -> None:
     target = tiny_target()
     with pytest.raises(ValueError, match=f"70 and {VOCAB} token ids"):
         engine_of(tiny_target(vocab_size=70), target)
-    one = Target.from_model(target.model, tokenizer_of(["a", "b", "c"]), name="one")
-    other = Target.from_model(target.model, tokenizer_of(["a", "c", "b"]), name="other")
+    one = wrap_model(target.model, tokenizer_of(["a", "b", "c"]), name="one")
+    other = wrap_model(target.model, tokenizer_of(["a", "c", "b"]), name="other")
     check_same_vocabulary(one, one)
     with pytest.raises(ValueError, match="'other'.* 4 entries of the tokenizers differ"):
         check_same_vocabulary(other, one)

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from drafter.runtimes.base import Traits
 from drafter.targets.cache import CacheShape, SlotCache
 from drafter.targets.masks import slots_mask
 from drafter.targets.slots import TargetOutput
@@ -26,7 +27,7 @@ class TableTarget:
 
     name, revision, fingerprint, tokenizer = "table", None, "", None
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
-    layer_devices, is_plain = (), True  # one process on one device
+    traits = Traits("float32")
     num_layers = 1
     cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # the token and its position
 
@@ -42,11 +43,18 @@ class TableTarget:
     def embed(self, token):
         return self.embedding_weight_VD[token]
 
-    def fold_attention(self):
-        return False
+    @property
+    def runtime(self):
+        """The table runs itself."""
+        return self
 
-    def new_cache(self, num_rows, num_slots, *, exact_attention=False):
-        assert not exact_attention
+    def prepare_decoding(self):
+        pass
+
+    def cache_bytes(self, num_rows, num_slots):
+        return self.cache_shape.num_bytes(num_rows, num_slots, self.dtype)
+
+    def new_cache(self, num_rows, num_slots):
         return SlotCache(self.cache_shape, num_rows, num_slots, dtype=torch.int64, device=self.device)
 
     def forward(self, token_BT, slots, cache, context_layers=()):

@@ -19,9 +19,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import load_target
 from drafter.serving.listen import load_engine
 from drafter.serving.options import ServeOptions
-from drafter.targets.target import Target
 from tests.robustness.conftest import Place
 from tests.serving.live import MODEL, Live, live_server
 from tests.sizes import IS_FULL, size
@@ -47,7 +47,7 @@ def questions(target: str, count: int) -> list[Question]:
         sampling = {"temperature": 0.0 if number % 4 else 0.8, "seed": number}
         params.append(SamplingParams(max_new_tokens=chance.choice([1, 2, 5, 10, 30]), **sampling))
         bodies.append({"model": MODEL, "messages": turns, "max_tokens": params[-1].max_new_tokens, **sampling})
-    engine = Engine(Target.load(target, device="cpu"), config=EngineConfig(method="none", max_num_seqs=NUM_ROWS))
+    engine = Engine(load_target(target, device="cpu"), config=EngineConfig(method="none", max_num_seqs=NUM_ROWS))
     answers = engine.generate([body["messages"] for body in bodies], params)
     return [(body, (answer.text, answer.finish_reason)) for body, answer in zip(bodies, answers, strict=True)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from drafter.engine.tuned import read_tuned
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.target import Target
+from drafter.runtimes.loading import load_target
 from drafter.training.checkpoint import read_checkpoint
 from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
@@ -82,7 +82,7 @@ def contents(name: str, folder: Path) -> dict[str, Any]:
         if place.startswith(".") or "/." in place:
             continue
         if file.name == "config.json":
-            load = Target.load if name == "fetch" else RecurrentDrafter.from_pretrained
+            load = load_target if name == "fetch" else RecurrentDrafter.from_pretrained
             load(str(file.parent))
         if file.suffix == ".ckpt":
             checkpoint = read_checkpoint(file)

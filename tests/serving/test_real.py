@@ -12,9 +12,9 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.runtimes.loading import load_target
 from drafter.serving.listen import bind
 from drafter.targets.catalog import fetch
-from drafter.targets.target import Target
 from tests.serving.live import is_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -27,7 +27,7 @@ ASK: dict[str, Any] = {
 
 
 def test_client_streams_the_targets_own_answer(tmp_path: Path) -> None:
-    engine = Engine(Target.load(str(fetch(NAME)), dtype="float32", device="cpu"), config=EngineConfig(method="none"))
+    engine = Engine(load_target(str(fetch(NAME)), dtype="float32", device="cpu"), config=EngineConfig(method="none"))
     wanted = engine.generate([ASK["messages"]], SamplingParams(max_new_tokens=64))[0].text
     with bind("127.0.0.1", 0) as socket:  # a free port
         port = str(socket.getsockname()[1])

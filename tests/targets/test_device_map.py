@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig, EngineOptions
+from drafter.engine.settings import EngineConfig
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.device_map import copy_once, spread_out
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
@@ -55,19 +56,19 @@ def tokens_of(target: Target, config: EngineConfig = _CONFIG) -> list[Sequence[i
 
 
 def test_layers_on_disk_give_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    target = Target.load(str(folder), device="cpu", device_map=written(tmp_path, _MAP))
+    target = load_target(str(folder), device="cpu", device_map=written(tmp_path, _MAP))
     layers: Any = target.model.model.layers
     assert {weight.device.type for weight in layers[1].parameters()} == {"meta"}, "read for each forward"
     assert {weight.device.type for weight in layers[0].parameters()} == {"cpu"}
-    assert not target.is_packed and not target.is_plain
-    auto = Target.load(str(folder), device="cpu", device_map="auto")
+    assert target.traits.is_trainable and not target.traits.is_uniform
+    auto = load_target(str(folder), device="cpu", device_map="auto")
     assert tokens_of(target) == tokens_of(auto) == oracle(shared_target(), _ASKED)
 
 
 def test_keys_and_values_of_several_devices(folder: Path) -> None:
     """One processor under two names stands for two devices."""
-    target = Target.load(str(folder), device="cpu", pack=False)
-    target.layer_devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    target = load_target(str(folder), device="cpu", is_trainable=True)
+    target.runtime._layer_devices = (torch.device("cpu"), torch.device("cpu", 0))
     with pytest.raises(ValueError, match="too many values"):
         _ = target.new_cache(1, 8).keys  # two stores
     assert tokens_of(target) == oracle(shared_target(), _ASKED)
@@ -78,9 +79,9 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
 
 def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """One processor under two names; four layers, of which three lie on the second device."""
-    target = Target.from_model(llama(4))
+    target = wrap_model(llama(4))
     wanted = oracle(target, _ASKED)
-    target.layer_devices = [torch.device("cpu"), *[torch.device("cpu", 0)] * 3]
+    target.runtime._layer_devices = (torch.device("cpu"), *[torch.device("cpu", 0)] * 3)
     sent: list[torch.Tensor] = []
     move = torch.Tensor.to
 
@@ -91,7 +92,7 @@ def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.Monk
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "to", counted)
-    copy_once(target.model, "x", target.layer_devices)
+    copy_once(target.model, "x", target.traits.layer_devices)
     target.forward(torch.zeros(1, 3, dtype=torch.int64))
     num_sent = len(sent)
     assert {tuple(tensor.shape) for tensor in sent} >= {(1, 3, 8), (1, 3)}, "cosines, sines and positions"
@@ -117,7 +118,7 @@ def test_layers_fill_the_devices_in_order() -> None:
 
 def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--device-map gone.yaml: there is no such file; give auto"):
-        Target.load(str(folder), device="cpu", device_map="gone.yaml")
+        load_target(str(folder), device="cpu", device_map="gone.yaml")
     on_disk = _MAP.replace("embed_tokens: cpu", "embed_tokens: disk")
     for text, message in (
         (on_disk, "embeddings and output matrix must lie on one device"),
@@ -126,6 +127,4 @@ def test_maps_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
         *((f"'': {device}", f"--target '{folder}' cannot be loaded") for device in ("cuda:0", "meta", "evil")),
     ):
         with pytest.raises(ValueError, match=message):
-            Target.load(str(folder), device="cpu", device_map=written(tmp_path, text))
-    with pytest.raises(ValueError, match="--device-map"):
-        EngineOptions(target="x", device_map="auto", runtime="openvino").load()
+            load_target(str(folder), device="cpu", device_map=written(tmp_path, text))

@@ -7,9 +7,9 @@ import torch
 
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import check_target
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.fingerprint import ends_in_files, fingerprint_of
 from drafter.targets.gguf_file import convert_gguf, ends_in_gguf
-from drafter.targets.target import Target
 from drafter.utils.fingerprint import NUM_OUTPUT_DIGITS, same_fingerprint
 from tests.data.tiny import save_target, tiny_target
 from tests.targets.tiny_gguf import write_gguf
@@ -18,11 +18,11 @@ from tests.targets.tiny_gguf import write_gguf
 def test_model_and_files_have_one_fingerprint_in_every_number_format(tmp_path: Path) -> None:
     target = tiny_target()
     folder = save_target(target, tmp_path / "whole")
-    assert Target.load(folder, device="cpu").fingerprint == target.fingerprint
-    assert Target.load(folder, device="cpu", dtype="float16").fingerprint == target.fingerprint
+    assert load_target(folder, device="cpu").fingerprint == target.fingerprint
+    assert load_target(folder, device="cpu", dtype="float16").fingerprint == target.fingerprint
     target.model.half()
     copy = save_target(target, tmp_path / "half", max_shard_size="5KB")
-    assert same_fingerprint(Target.load(copy, device="cpu", dtype="float32").fingerprint, target.fingerprint)
+    assert same_fingerprint(load_target(copy, device="cpu", dtype="float32").fingerprint, target.fingerprint)
 
 
 def test_a_gguf_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_fine_tuning_that_leaves_the_output_matrix_is_another_target(part: str
         for name, weight in tuned.model.named_parameters():
             if part in name:
                 weight += 0.1 * weight.std() * torch.randn_like(weight)
-    changed = Target.from_model(tuned.model, tuned.tokenizer, name="tuned")
+    changed = wrap_model(tuned.model, tuned.tokenizer, name="tuned")
     shape = {"vocab_size": base.vocab_size, "hidden_size": base.hidden_size, "target_name": "base"}
     check_target(DrafterConfig(**shape, target_fingerprint=base.fingerprint), base)
     with pytest.raises(ValueError, match="for target 'base' and cannot draft for 'tuned': their weights"):

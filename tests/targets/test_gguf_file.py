@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from drafter.runtimes.loading import load_target
 from drafter.targets.gguf_file import convert_gguf
-from drafter.targets.target import Target
 from tests.targets.tiny_gguf import write_gguf
 
 LLAMA3 = {
@@ -65,8 +65,8 @@ def test_the_rotation_of_a_file_is_that_of_a_folder_with_the_same_weights(
         model(token_BT).logits
         for model in (
             by_hand,
-            Target.load(str(converted(tmp_path / "scaled", more)), device="cpu").model,
-            Target.load(str(plain), device="cpu").model,
+            load_target(str(converted(tmp_path / "scaled", more)), device="cpu").model,
+            load_target(str(plain), device="cpu").model,
         )
     ]
     assert torch.equal(logits_BTV[0], logits_BTV[1]) and not torch.allclose(logits_BTV[0], logits_BTV[2], rtol=0.01)
@@ -89,4 +89,4 @@ def test_a_rotation_that_is_not_known_is_refused(tmp_path: Path, more: Callable[
 def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
     """Gemma's end of a turn is not the end of the text."""
     folders = [converted(tmp_path / "one"), converted(tmp_path / "two", lambda writer: writer.add_eot_token_id(0))]
-    assert [Target.load(str(folder), device="cpu").eos_token_ids for folder in folders] == [(2,), (2, 0)]
+    assert [load_target(str(folder), device="cpu").eos_token_ids for folder in folders] == [(2,), (2, 0)]

@@ -9,8 +9,8 @@ import pytest
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets import chat, loading
-from drafter.targets.target import Target
+from drafter.runtimes.loading import load_target
+from drafter.targets import chat
 from tests.data.tiny import save_target, tiny_target
 from tests.targets.tiny_gguf import write_gguf
 
@@ -27,7 +27,7 @@ def change(file: Path, fields: Fields) -> None:
 
 
 def engine_of(folder: Path) -> Engine:
-    return Engine(Target.load(str(folder), device="cpu"), config=EngineConfig(method="none"))
+    return Engine(load_target(str(folder), device="cpu"), config=EngineConfig(method="none"))
 
 
 def answer(folder: Path) -> list[int]:
@@ -45,21 +45,18 @@ def answer(folder: Path) -> list[int]:
         ({"hidden_act": "evil"}, "'evil'"),
     ],
 )
-def test_an_odd_config_is_refused_in_one_line(
-    folder: Path, fields: Fields, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, message: str) -> None:
     change(folder / "config.json", fields)
-    monkeypatch.setattr(loading, "_LEAST_OPENVINO_BYTES", 1)
     for runtime in ("torch", "auto"):
         with pytest.raises(ValueError, match=message) as caught:
-            Target.load(str(folder), device="cpu", dtype="bfloat16", runtime=runtime)
+            load_target(str(folder), device="cpu", dtype="bfloat16", runtime=runtime)
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
 def test_layers_are_counted_before_they_are_built(folder: Path) -> None:
     change(folder / "config.json", {"num_hidden_layers": 10**9})
     with pytest.raises(ValueError, match="config.json asks for 1,000,000,000 layers, and its files hold 2"):
-        Target.load(str(folder), device="cpu", runtime="torch")
+        load_target(str(folder), device="cpu", runtime="torch")
 
 
 def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:
@@ -81,7 +78,7 @@ def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
     ):
         file = write_gguf(tmp_path / "odd.gguf", **{field: number})
         with pytest.raises(ValueError, match=message) as caught:
-            Target.load(str(file), device="cpu")
+            load_target(str(file), device="cpu")
         assert str(caught.value).startswith(f"{file} cannot be read as a GGUF model")
         assert "\n" not in str(caught.value)
 

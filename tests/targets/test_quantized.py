@@ -17,6 +17,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
 from tests.data.tiny import write_jsonl
@@ -94,14 +95,14 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
 ) -> None:
     model = shared_target().model
     meant = save(model, tmp_path, scheme)
-    target = Target.load(str(tmp_path), device="cpu", dtype="float32")
+    target = load_target(str(tmp_path), device="cpu", dtype="float32")
     assert same_fingerprint(target.fingerprint, shared_target().fingerprint)
     assert target.fingerprint.endswith(f"-{scheme.replace('-', '')}")
     wanted = oracle(target, _ASKED)
     token_BT = torch.arange(3, 40)[None]
     states_BTD = [each.forward(token_BT).hidden_BTD for each in (target, shared_target())]
     assert not torch.allclose(*states_BTD, atol=1e-3), "quantisation changes the numbers"
-    assert target.is_plain == bool(meant) and not (target.is_packed and not meant)
+    assert target.traits.is_uniform == bool(meant) and (target.traits.is_trainable or meant)
     caplog.clear()
     assert drafted(target, "drafter") == drafted(target, "lookup") == wanted
     assert "rounded otherwise" in caplog.text, "the drafter is of the plain target"
@@ -112,8 +113,8 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
     if meant:
         twin = type(model)(model.config)
         twin.load_state_dict(meant)
-        assert wanted == oracle(Target.from_model(twin), _ASKED)
-        half = Target.load(str(tmp_path), device="cpu", dtype="bfloat16", pack=False)
+        assert wanted == oracle(wrap_model(twin), _ASKED)
+        half = load_target(str(tmp_path), device="cpu", dtype="bfloat16", is_trainable=True)
         assert {weight.dtype for weight in half.model.parameters()} == {torch.bfloat16}
         assert len(drafted(half, "lookup")) == len(_ASKED)
 
@@ -129,7 +130,7 @@ def test_train_and_export(
     place = Path(make_target(tmp_path))
     shutil.copytree(place, "target")
     if scheme not in ("gguf", "int8"):
-        save(Target.load(str(place), device="cpu", pack=False).model, Path("target"), scheme)
+        save(load_target(str(place), device="cpu", is_trainable=True).model, Path("target"), scheme)
     words = {"role": "assistant", "content": "one two three four"}
     rows = [{"messages": [{"role": "user", "content": f"hello {index}"}, words]} for index in range(8)]
     write_jsonl(tmp_path / "data.jsonl", rows)
@@ -152,8 +153,8 @@ def test_options_that_need_plain_checkpoints_and_libraries_that_are_missing(tmp_
     save(model, tmp_path, "fp8")
     for option, message in ({"quantization": "int8"}, "--quantization int8"), ({"device_map": "auto"}, "--device-map"):
         with pytest.raises(ValueError, match=f"{message}.*quantised already \\(fp8\\)"):
-            Target.load(str(tmp_path), device="cpu", **option)
+            load_target(str(tmp_path), device="cpu", **option)
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be loaded: Loading a GPTQ quantized model requires"):
-        Target.load(str(tmp_path), device="cpu")
+        load_target(str(tmp_path), device="cpu")

@@ -16,8 +16,8 @@ from torch import Tensor
 from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets import loading
-from drafter.targets.cache import SlotCache
+from drafter.runtimes.loading import load_target, wrap_model
+from drafter.targets.cache import FOLDED_ATTENTION, SlotCache
 from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.slots import Slots
@@ -32,7 +32,7 @@ NUM_NODES, NUM_SLOTS = 7, 40
 
 
 def tiny(name: str = "Llama", **changes: Any) -> Target:
-    return Target.from_model(build(TARGETS[name](**changes)), name=name)
+    return wrap_model(build(TARGETS[name](**changes)), name=name)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -85,8 +85,10 @@ def check_trees_over_ragged_rows(target: Target, plain: Target) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(name: str, is_folded: bool) -> None:
     target = tiny(name)
-    if is_folded and not target.fold_attention():
-        pytest.skip("its attention is not SDPA")
+    if is_folded:
+        target.runtime.prepare_decoding()
+        if target.model.config._attn_implementation != FOLDED_ATTENTION:
+            pytest.skip("its attention is not SDPA")
     check_trees_over_ragged_rows(target, tiny(name) if is_folded else target)
 
 
@@ -101,8 +103,8 @@ def test_logits_are_the_models_own(name: str) -> None:
     assert target.vocab_size == VOCAB and target.hidden_size == 32 and target.num_layers == 2
     assert target.embed(token_BT).shape == (2, 6, 32)
     # Where the target says so, they are the output matrix times the hidden state.
-    assert target.has_plain_logits == (name not in ("Gemma2", "Cohere", "Cohere2", "Granite", "GPTJ"))
-    if target.has_plain_logits:
+    assert target.traits.has_plain_logits == (name not in ("Gemma2", "Cohere", "Cohere2", "Granite", "GPTJ"))
+    if target.traits.has_plain_logits:
         product_BTV = target.forward(token_BT).hidden_BTD @ target.output_weight_VD.T
         assert torch.allclose(product_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
     # Right padding changes nothing before it.
@@ -115,17 +117,17 @@ def test_models_that_cannot_be_targets_are_refused_with_the_reason(name: str) ->
     config, why = OTHERS[name]
     model = build(config())
     with pytest.raises(ValueError, match=why) as caught:
-        Target.from_model(model, name=f"my-{name}")
+        wrap_model(model, name=f"my-{name}")
     assert f"'my-{name}'" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_models_without_output_matrix_or_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="no output matrix"):
-        Target.from_model(transformers.LlamaModel(TARGETS["Llama"]()))
+        wrap_model(transformers.LlamaModel(TARGETS["Llama"]()))
     model = build(TARGETS["Llama"]())
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        Target.from_model(model)
+        wrap_model(model)
 
 
 @pytest.mark.parametrize("fault", ["mask", "positions"])
@@ -143,7 +145,7 @@ def test_model_that_ignores_what_it_is_given_is_refused(fault: str) -> None:
 
     model.model.forward = careless
     with pytest.raises(ValueError, match="other hidden states than the same tokens in a row"):
-        Target.from_model(model)
+        wrap_model(model)
 
 
 @torch.no_grad()
@@ -161,14 +163,14 @@ def test_context_layers_are_the_models_hidden_states() -> None:
 
 def test_soft_cap_is_found_even_where_logits_are_small() -> None:
     config = TARGETS["Gemma2"]()
-    target = Target.from_model(build(config, std=0.01), name="flat")
+    target = wrap_model(build(config, std=0.01), name="flat")
     assert target.logits(1e6 * torch.ones(1, 32)).abs().max() <= config.final_logit_softcapping
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_models_pass_the_checks_and_keep_their_fingerprint(dtype: torch.dtype) -> None:
     for name, other in (("Llama", "Gemma2"), ("Gemma2", "GPT2"), ("GPT2", "Llama")):
-        target = Target.from_model(build(TARGETS[name](), std=0.02).to(dtype), name=name)
+        target = wrap_model(build(TARGETS[name](), std=0.02).to(dtype), name=name)
         assert target.dtype == target.new_cache(1, 8).keys.dtype == dtype
         plain, different = (build(TARGETS[kind](), std=0.02).get_output_embeddings() for kind in (name, other))
         assert same_fingerprint(target.fingerprint, fingerprint_of(plain.weight))
@@ -180,8 +182,8 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
     layer = model.model.layers[1].self_attn
     layer.k_proj, layer.v_proj = layer.q_proj, layer.q_proj
     layer.num_key_value_groups = 1
-    target, asked = Target.from_model(model), requests(4, seed=6)
-    assert not target.is_plain
+    target, asked = wrap_model(model), requests(4, seed=6)
+    assert not target.traits.is_uniform
     for max_num_seqs in (1, 4):
         engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=max_num_seqs, tree_size=6))
         assert [list(completion.token_ids) for completion in answer(engine, asked)] == oracle(target, asked)
@@ -190,13 +192,13 @@ def test_layers_of_different_shapes_have_stores_of_their_own() -> None:
 def test_stop_tokens_come_from_the_generation_config_first() -> None:
     model = build(TARGETS["Llama"]())
     model.generation_config.eos_token_id = [5, 7]
-    assert Target.from_model(model).eos_token_ids == (5, 7)
+    assert wrap_model(model).eos_token_ids == (5, 7)
     model.generation_config.eos_token_id = None
-    assert Target.from_model(model).eos_token_ids == (2,)
+    assert wrap_model(model).eos_token_ids == (2,)
     model.config.eos_token_id = None
     tokenizer: Any = SimpleNamespace(eos_token_id=9)
-    assert Target.from_model(model, tokenizer).eos_token_ids == (9,)
-    assert Target.from_model(model).eos_token_ids == ()
+    assert wrap_model(model, tokenizer).eos_token_ids == (9,)
+    assert wrap_model(model).eos_token_ids == ()
 
 
 def test_without_a_tokenizer_text_is_refused() -> None:
@@ -211,16 +213,16 @@ def test_without_a_tokenizer_text_is_refused() -> None:
 def test_load_from_a_folder(name: str, tmp_path: Path) -> None:
     made = tiny(name)
     made.model.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), device="cpu")
+    target = load_target(str(tmp_path), device="cpu", runtime="torch")
     assert target.tokenizer is None and target.name == str(tmp_path)
     kernel = "sdpa" if made.model._supports_sdpa else "eager"  # older transformers runs Gemma 2 with sdpa
     assert target.model.config._attn_implementation == kernel
     assert target.fingerprint == made.fingerprint
     token_BT = tokens(1, 5)
     assert torch.equal(target.forward(token_BT).hidden_BTD, made.forward(token_BT).hidden_BTD)
-    assert Target.load(str(tmp_path), dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+    assert load_target(str(tmp_path), dtype="bfloat16", device="cpu", runtime="torch").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="shared by 2 processes but 1 run: start that many on every node"):
-        Target.load(str(tmp_path), device="cpu", num_shards=2)
+        load_target(str(tmp_path), device="cpu", num_shards=2)
 
 
 def test_devices_are_the_ones_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,24 +250,6 @@ def test_dtypes_by_name() -> None:
     assert resolve_dtype("auto", cpu) == torch.float32 and resolve_dtype("auto", cuda) == torch.bfloat16
     with pytest.raises(ValueError, match="int8"):
         resolve_dtype("int8", cpu)
-
-
-def test_auto_is_bfloat16_for_openvino_on_a_processor_that_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(loading, "find_spec", lambda name: name == "openvino")
-
-    def found(has_bfloat16: bool, num_bytes: int) -> str:
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
-        with (tmp_path / "model.safetensors").open("wb") as stream:
-            stream.truncate(num_bytes)
-        return loading.openvino_dtype(str(tmp_path))
-
-    assert [found(True, 10**8), found(False, 10**8)] == ["bfloat16", "float32"]
-    assert found(True, 10**7) == "float32", "a small target answers before its export is done"
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    assert found(True, 10**8) == "float32"
 
 
 @pytest.mark.parametrize("content", [[{"type": "text", "text": "hey"}], 7])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.capabilities import layer_windows
 from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
@@ -21,7 +22,7 @@ NUM_NEW = 24
 def windowed(name: str) -> Target:
     kinds = ["full_attention", "sliding_attention"]
     mixed = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
-    return Target.from_model(build(TARGETS[name](**(mixed if name == "Qwen2" else {}))), name=name)
+    return wrap_model(build(TARGETS[name](**(mixed if name == "Qwen2" else {}))), name=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,8 +33,8 @@ def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
         found = drafted(target, method, PROMPTS, NUM_NEW, max_num_seqs=max_num_seqs, prefill_chunk=7)
         assert found == wanted, (method, max_num_seqs)
     if name in ("Mistral", "Gemma2", "Llama4Text"):  # without its window the model writes another text
-        windows = target.capabilities.windows._replace(by_kind={})
-        target.capabilities = target.capabilities._replace(windows=windows)
+        windows = target.runtime.capabilities.windows._replace(by_kind={})
+        target.runtime.capabilities = target.runtime.capabilities._replace(windows=windows)
         assert drafted(target, "none", PROMPTS, NUM_NEW) != wanted
 
 
@@ -44,7 +45,7 @@ def test_multimodal_checkpoints_answer_text_prompts(model_type: str, tmp_path: P
         if weight.ndim == 1:
             weight.data.uniform_(0, 1)
     model.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), dtype="float32", device="cpu")
+    target = load_target(str(tmp_path), dtype="float32", device="cpu")
     wanted = generated(model, PROMPTS, NUM_NEW)
     assert any(len(set(ids)) > 2 for ids in wanted)
     assert drafted(target, "none", PROMPTS, NUM_NEW) == drafted(target, "lookup", PROMPTS, NUM_NEW) == wanted
@@ -73,4 +74,4 @@ def test_a_window_that_is_switched_off_is_none_and_one_that_attention_ignores_is
     for name, settings in (("Mistral", {"sliding_window": None}), ("Qwen2", {"use_sliding_window": False})):
         assert layer_windows(build(TARGETS[name](**settings)), name).shortest is None
     with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):
-        Target.from_model(build(TARGETS["Llama"](sliding_window=WINDOW)), name="odd")
+        wrap_model(build(TARGETS["Llama"](sliding_window=WINDOW)), name="odd")

@@ -8,7 +8,7 @@ import torch
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import TokenRows
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 from drafter.training.module import Teacher
 from tests.data.engine_files import write_vllm
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
@@ -21,7 +21,7 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, mo
     made, layers, rows = tiny_target(), (0, 1), [chat(f"a rather long question {i}?", "and " * i) for i in range(20)]
     with torch.no_grad():
         made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
-    target = Target.from_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
+    target = wrap_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
     settings = {
         "train": write_jsonl(tmp_path / "train.jsonl", [{"messages": row} for row in rows]),
         **{"target": save_tiny_target(tmp_path), "val": 0.4, "max_length": 64, "batch_tokens": 200},

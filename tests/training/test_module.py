@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
 from tests.targets.zoo import TARGETS, build
@@ -141,7 +141,7 @@ def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
     norm.weight.fill_(40.0)
     if model.get_output_embeddings().bias is not None:
         model.get_output_embeddings().bias.copy_(torch.arange(96) / 8)
-    target = Target.from_model(model, name=name)
+    target = wrap_model(model, name=name)
     ids_R = torch.arange(3, 90, 3)
     hidden_CD = target.forward(torch.arange(1, 21)[None]).hidden_BTD[0]
     wanted_CR = target.model(torch.arange(1, 21)[None]).logits[0, :, ids_R]

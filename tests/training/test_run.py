@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import timer
 
 from drafter.cli.main import main
 from drafter.models.drafter import RecurrentDrafter
-from drafter.targets.target import Target
+from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
 from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_checkpoint
 from drafter.training.module import DrafterModule
@@ -313,7 +313,7 @@ def test_export_holds_everything_and_decodes(place: Path, trained: Path, tmp_pat
     out = export_checkpoint(trained / "checkpoints" / "best.ckpt", tmp_path / "drafter")
     assert {"config.json", "model.safetensors", "README.md", "run.json"} <= {file.name for file in out.iterdir()}
     drafter = RecurrentDrafter.from_pretrained(out)
-    target = Target.load(str(place / "target"), device="cpu")
+    target = load_target(str(place / "target"), device="cpu")
     assert drafter.bind(target).dtype == torch.bfloat16 and drafter.config.target_fingerprint == target.fingerprint
     assert set(target.eos_token_ids) <= set(drafter.draft_token_ids_R.tolist())
     card = (out / "README.md").read_text()

@@ -101,7 +101,7 @@ def export_vllm(
 
 def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: str, copying: bool) -> dict[str, Any]:
     """``config.json``: vLLM reads a Llama of the size of a state, whose one layer has keys of the target's shape."""
-    text = target.model.config.get_text_config(decoder=True)
+    text = target.config.get_text_config(decoder=True)
     num_heads = int(text.num_attention_heads)
     layers = config.context_layers or (target.num_layers,)
     num_more = -(-PLACE_SIZE // num_heads) * num_heads if copying else 0  # heads share a hidden size evenly

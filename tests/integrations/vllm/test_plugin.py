@@ -22,6 +22,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
 from drafter.proposers.options import Drafting
+from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
 from tests.data.engine_files import states_before_norm
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
@@ -178,7 +179,7 @@ def test_norms_and_embeddings_of_the_gemma_kind(tmp_path: Path, monkeypatch: pyt
     )  # fmt: skip
     hf = Gemma3ForCausalLM(config)
     hf.model.norm.weight.data.normal_(std=0.3)
-    target = Target.from_model(hf, name="gemma")
+    target = wrap_model(hf, name="gemma")
     drafter = drafter_for(target, head="tied", embedding_scale=0.5)
     folder = export_vllm(drafter, tmp_path / "out", target=target, dtype="float32")
     fields = json.loads((folder / "config.json").read_text())["drafter"]
@@ -194,7 +195,7 @@ def test_what_vllm_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
             export_vllm(drafter, tmp_path / "out", target=target)
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = StableLmConfig(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, **sizes)
-    layer_norm = Target.from_model(StableLmForCausalLM(config), name="stable")
+    layer_norm = wrap_model(StableLmForCausalLM(config), name="stable")
     layer_norm.model.model.norm.bias.data.fill_(0.5)
     with pytest.raises(ValueError, match="the final norm of target 'stable', LayerNorm"):
         export_vllm(drafter_for(layer_norm), tmp_path / "out", target=layer_norm)

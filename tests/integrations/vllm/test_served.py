@@ -26,6 +26,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.integrations.vllm.export import export_vllm
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import load_target
 from drafter.targets.catalog import fetch
 from drafter.targets.target import Target
 from tests.data.tiny import save_target, write_jsonl
@@ -97,7 +98,7 @@ def speculative(folder: Path) -> dict[str, Any]:
 
 @cache
 def real_target() -> Target:
-    return Target.load("smollm2-135m", dtype="float32", device="cpu", pack=False)
+    return load_target("smollm2-135m", dtype="float32", device="cpu", is_trainable=True)
 
 
 def shipped() -> RecurrentDrafter:

@@ -1,0 +1,134 @@
+"""The one loader of targets, and the table of runtimes.
+
+A new runtime is one file and one line in :data:`RUNTIMES` (docs/architecture.md, "Add a runtime").
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drafter.runtimes.base import Unsuitable
+from drafter.runtimes.torch import TorchRuntime
+from drafter.targets.catalog import resolve
+from drafter.targets.device_map import copy_once, layer_devices
+from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
+from drafter.targets.loading import checkpoint_files, read_checkpoint, resolve_device, resolve_dtype
+from drafter.targets.rounding import BITS, round_linears
+from drafter.targets.target import Target
+from drafter.utils.validate import require_choice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+DTYPES = ("auto", "float32", "bfloat16", "float16", "stored")
+QUANTIZATIONS = ("none", *BITS)
+
+
+class Spec(NamedTuple):
+    """What :func:`load_target` was asked for; see its arguments."""
+
+    name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    num_shards: int = 1
+    device_map: str | None = None
+    quantization: str = "none"
+    is_trainable: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one process on one device holds the target."""
+        return self.num_shards == 1 and self.device_map is None
+
+
+def _load_torch(spec: Spec) -> Target:
+    """A target that torch runs."""
+    if spec.dtype == "stored":
+        raise Unsuitable("it has no kernels for a file's integers; give another --dtype")
+    device = resolve_device(spec.device)
+    shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    found = read_checkpoint(
+        spec.name, resolve_dtype(spec.dtype, device), device, num_shards=spec.num_shards, device_map=spec.device_map,
+        quantization=spec.quantization, **shared,
+    )  # fmt: skip
+    model: Any = found.model
+    files = [file for file in checkpoint_files(resolve(spec.name), spec.revision) if file.suffix == ".safetensors"]
+    fingerprint = fingerprint_of(model.get_output_embeddings().weight, ends_in_files(files))
+    if spec.quantization != "none" and not round_linears(model, BITS[spec.quantization]):
+        raise ValueError(f"--quantization {spec.quantization} rounds linear layers, and target {spec.name!r} has none")
+    devices = [] if spec.device_map is None else layer_devices(model, spec.name)
+    runtime = TorchRuntime(model, spec.name, is_sharded=spec.num_shards > 1, layer_devices=devices)
+    if devices:
+        copy_once(model, spec.name, devices)
+    if spec.is_whole and not spec.is_trainable and device.type == "cpu":
+        runtime.pack()
+    return Target(
+        runtime, found.tokenizer, model.config, name=spec.name, fingerprint=fingerprint,
+        generation_config=model.generation_config, revision=spec.revision,
+        quantization=found.scheme or spec.quantization,
+    )  # fmt: skip
+
+
+# ``auto`` takes the first one that does not raise Unsuitable.
+RUNTIMES: dict[str, Callable[[Spec], Target]] = {"torch": _load_torch}
+
+
+def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
+    """Load a target by alias, hub id, local folder or ``.gguf`` file.
+
+    Args:
+        name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
+        runtime: ``auto`` or a name in :data:`RUNTIMES`.
+        **asked: further fields of :class:`Spec`:
+            dtype: ``float32``, ``bfloat16``, ``float16``; ``stored``: the weights as the file has them; ``auto``: each
+            runtime's own choice (torch: bfloat16 on an accelerator, float32 on a CPU).
+            device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
+            revision: hub revision.
+            trust_remote_code: run code that comes with the model; never done unless asked for.
+            num_shards, device_map: as of :func:`drafter.targets.loading.read_checkpoint`.
+            quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
+            (:mod:`drafter.targets.rounding`). The target is then another model, with its own text.
+            is_trainable: the weights stay plain numbers in torch, for training, export and readers of states.
+
+    Raises:
+        ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a target,
+            or a target that the named runtime or scheme cannot run.
+    """
+    spec = Spec(name, **asked)
+    require_choice("runtime", runtime, ("auto", *RUNTIMES))
+    require_choice("dtype", spec.dtype, DTYPES)
+    require_choice("quantization", spec.quantization, QUANTIZATIONS)
+    if spec.quantization != "none" and not spec.is_whole:
+        raise ValueError(
+            f"--quantization {spec.quantization} runs in one process on one device: leave out the option, or what "
+            "spreads the target"
+        )
+    reasons = []
+    for known, load in RUNTIMES.items():
+        if runtime not in ("auto", known):
+            continue
+        try:
+            return load(spec)
+        except Unsuitable as error:
+            reasons.append(f"runtime {known} cannot run target {name!r}: {error}")
+            _log.info("%s", reasons[-1])
+    raise ValueError("; ".join(reasons))
+
+
+def wrap_model(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, *, name: str = ""
+) -> Target:
+    """A target of a model that is already in memory; the model is put in eval mode and frozen.
+
+    Raises:
+        ValueError: the model cannot be a target; says why.
+    """
+    name = name or getattr(model, "name_or_path", "") or type(model).__name__
+    runtime = TorchRuntime(model, name)
+    fingerprint = fingerprint_of(runtime.output_weight_VD, ends_in_model(runtime.capabilities.decoder))
+    return Target(
+        runtime, tokenizer, model.config, name=name, fingerprint=fingerprint, generation_config=model.generation_config
+    )
