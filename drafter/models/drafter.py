@@ -92,6 +92,7 @@ class RecurrentDrafter(nn.Module):
     Attributes:
         draft_token_ids_R: int64 buffer, draft index -> target token id, ascending; the identity when R == V.
         output_rows_RD: rows of the target's output matrix for a tied head, set by :meth:`bind`; not in the state dict.
+        is_packed: the weights are packed for decoding on a CPU (:meth:`pack`).
     """
 
     config_class = DrafterConfig  # read by transformers' AutoModel
@@ -109,7 +110,7 @@ class RecurrentDrafter(nn.Module):
         self.draft_token_ids_R: Tensor
         self.output_rows_RD: Tensor | None = None
         self._packed_rows: PackedMatrix | Int8Matrix | None = None
-        self._is_packed = False
+        self.is_packed = False
         self._init_weights()
 
     @torch.no_grad()
@@ -228,13 +229,13 @@ class RecurrentDrafter(nn.Module):
         The weights become 8-bit weights where the CPU is faster with them. The plain weights stay as well. Call this
         method where ``can_pack`` holds, before or after :meth:`bind`.
         """
-        self._is_packed = True
+        self.is_packed = True
         pack_linears(self, keep=list(self.modules()), is_rounded=can_round(self.device))
         self._pack_rows()
         return self
 
     def _pack_rows(self) -> None:
-        if self._is_packed and self.output_rows_RD is not None:
+        if self.is_packed and self.output_rows_RD is not None:
             matrix = Int8Matrix if can_round(self.device) else PackedMatrix
             self._packed_rows = matrix(self.output_rows_RD)
 

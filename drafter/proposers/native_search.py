@@ -19,8 +19,8 @@ from drafter.targets.target import Target
 
 
 def can_search(drafter: RecurrentDrafter, drafting: Drafting) -> bool:
-    """Whether the native search drafts what the drafter's torch modules would."""
-    is_here = native.library() is not None and drafter.device.type == "cpu"
+    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
+    is_here = native.library() is not None and drafter.is_packed and drafter.device.type == "cpu"
     return is_here and drafting.beam_width <= native.MOST_BEAMS and drafting.tau == 1.0
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
+from drafter.runtimes.base import Traits
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
 UNMEASURED = "nothing was measured (`drafter tune` measures)"
 CUDA: Any = SimpleNamespace(
-    name="big", device=torch.device("cuda"), dtype=torch.bfloat16, runtime=None, is_plain=True
+    name="big", device=torch.device("cuda"), dtype=torch.bfloat16, traits=Traits("bfloat16", is_compilable=True)
 )  # as much of a target as resolve reads
 
 
@@ -95,7 +96,7 @@ def test_contradictions_are_refused_before_a_model_is_loaded_where_no_model_is_n
 
 
 def test_compilation_needs_plain_weights_on_cuda() -> None:
-    spread: Any = SimpleNamespace(**{**vars(CUDA), "is_plain": False})
+    spread: Any = SimpleNamespace(**{**vars(CUDA), "traits": Traits("bfloat16")})
     for target in (spread, shared_target()):
         with pytest.raises(ValueError, match=f"one CUDA device: leave it out for '{target.name}'"):
             resolve(EngineConfig(compile=True), target)

@@ -26,6 +26,7 @@ from drafter.engine.tuned import (
     trees_of,
 )
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.torch import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests
 
@@ -93,7 +94,8 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
 
 def test_a_target_of_stored_integers_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = sizes_of()
-    monkeypatch.setattr(shared_target(), "is_stored", True)  # dtype and fingerprint are those of the unpacked weights
+    stored = shared_target().traits._replace(number_format="stored")
+    monkeypatch.setattr(TorchRuntime, "traits", stored)  # dtype and fingerprint are those of the unpacked weights
     assert misfit(plain, conditions()) == "was measured for another dtype (float32, not stored)"
 
 

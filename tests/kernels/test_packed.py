@@ -31,7 +31,7 @@ def test_a_packed_model_computes_and_counts_the_same() -> None:
     token_BT = torch.randint(0, plain.vocab_size, (2, 9))
     with torch.no_grad():
         assert torch.allclose(model(token_BT).logits, plain.model(token_BT).logits, atol=1e-5)
-    assert plain.num_parameters == sum(p.numel() for p in plain.model.parameters())
+    assert plain.runtime.num_parameters == sum(p.numel() for p in plain.model.parameters())
 
 
 @needs_kernels
