@@ -30,7 +30,7 @@ def train(words: Sequence[str]) -> int | None:
 
         print(inspect.getdoc(train))
         return 0
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name == "--model.target":
             check_name(value if equals else following)  # before torch is imported, which takes seconds
