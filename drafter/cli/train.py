@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from drafter.targets.catalog import check_name
 from drafter.utils.options import config_first
 
 
@@ -29,6 +30,10 @@ def train(words: Sequence[str]) -> int | None:
 
         print(inspect.getdoc(train))
         return 0
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--model.target":
+            check_name(value if equals else following)  # before torch is imported, which takes seconds
     from drafter.training.run import main_train
 
     try:

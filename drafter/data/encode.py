@@ -20,12 +20,13 @@ from drafter.data.rows import TokenRows
 from drafter.targets.chat import limited_map, render_chat, what_runs
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows that are rendered in one call, and their text
-_MOST_CHARACTERS = 4 << 20  # of a row of text, prefixes included; the tokens of a text take a hundred times its memory
+_MOST_CHARACTERS = 4 << 20  # of a row of text: its tokens take a hundred times as many bytes
+_MOST_READ = 64 << 20  # characters before all answers of a conversation together, which are rendered and encoded, too
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
 _VERSION = 6
 NO_ANSWER, EMPTY = "without an answer", "an empty answer"
 _MARK = "an answer ends with a special token as text: remove the token from the file"
-_TOO_MUCH = f"more than {_MOST_CHARACTERS:,} characters, the text before each answer included: split the row"
+_TOO_MUCH = "too much text, or too many turns with much text before them: split the row"
 TOO_LONG = "the answer begins after the maximal length"
 _PARTS = "an answer has reasoning or tool calls and no token ids: let the target answer (`drafter distill`)"
 
@@ -194,6 +195,9 @@ class RowEncoder:
                 return EMPTY
             if any(answer.endswith(marks) for answer in answers):
                 return _MARK
+            before = itertools.accumulate(len(message["content"]) for message in messages)
+            if sum(itertools.islice(before, len(messages) % 2, None, 2)) > _MOST_READ:
+                return _TOO_MUCH
             try:
                 return self._find_answers(messages, row.tools)
             except ValueError as error:
@@ -255,16 +259,19 @@ class RowEncoder:
         if isinstance(rendered, str):
             return EncodedRow([], [], problem=rendered)
         text, spans = rendered
-        if len(text) + sum(prefix_end for prefix_end, *_ in spans) > _MOST_CHARACTERS:
+        if len(text) > _MOST_CHARACTERS:
             return EncodedRow([], [], problem=_TOO_MUCH)
-        texts = [text, *(text[:prefix_end] for prefix_end, *_ in spans)]
-        encoded = self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)
-        whole, *prefixes = encoded.encodings
+
+        def encoding(text: str) -> Any:  # one at a time: the prefixes of many turns are long together
+            return self.tokenizer([text], add_special_tokens=False, truncation=False, padding=False).encodings[0]
+
+        whole = encoding(text)
         ids, offsets = whole.ids, whole.offsets
         loss_mask = [False] * len(ids)
-        for number, (prefix, (prefix_end, start, end, turn_end)) in enumerate(zip(prefixes, spans, strict=True), 1):
-            first = len(prefix.ids)
-            if ids[:first] != prefix.ids:
+        for number, (prefix_end, start, end, turn_end) in enumerate(spans, start=1):
+            prefix_ids = encoding(text[:prefix_end]).ids
+            first = len(prefix_ids)
+            if ids[:first] != prefix_ids:
                 return EncodedRow([], [], problem="the tokens before an answer change when the answer is added")
             if text[prefix_end:start].strip():
                 while first < len(ids) and (offsets[first][1] <= start or text[offsets[first][0] : start].strip()):

@@ -56,10 +56,12 @@ def ends_in_model(decoder: nn.Module) -> Iterator[tuple[str, float, float]]:
 def ends_in_files(files: Sequence[Path]) -> Iterator[tuple[str, float, float]]:
     """The ends of the matrices of plain numbers in safetensors files, of which only these entries are read.
 
+    Where files are named model*, as transformers names them, the others are copies in another layout, or adapters.
+
     Raises:
         OSError, SafetensorError: a file cannot be read.
     """
-    for path in files:
+    for path in [path for path in files if path.name.startswith("model")] or files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # a file is no dict
                 part: Any = file.get_slice(name)

@@ -16,6 +16,7 @@ from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, Tree, read_tuned
 from drafter.proposers.copying import SHARES
+from drafter.runtimes.torch import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
 
@@ -49,7 +50,7 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
         assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * best.tree.tree_size)
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
-    monkeypatch.setattr(shared_target(), "is_stored", True)
+    monkeypatch.setattr(TorchRuntime, "traits", shared_target().traits._replace(number_format="stored"))
     dear, measured = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
     assert [plan.choices for plan in dear.plans] == [plan.choices[:1] for plan in dear.plans]
     assert all(plan.best().tree == PLAIN for plan in dear.plans)

@@ -56,7 +56,7 @@ def test_damaged_weights(target: str, drafter: str, refused: Refused, tmp_path: 
     (tmp_path / "target" / "model.safetensors").rename(tmp_path / "target" / "model-00001-of-00001.safetensors")
     for index in ("[]", "[" * 50_000):
         (tmp_path / "target" / "model.safetensors.index.json").write_text(index)
-        refused(decode(str(tmp_path / "target"), "--prompt", "hi"), "--target", "cannot be loaded")
+        refused(decode(str(tmp_path / "target"), "--prompt", "hi"), "--target", "damaged")
 
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

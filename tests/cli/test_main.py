@@ -191,11 +191,15 @@ def test_an_interrupted_command_says_what_is_kept(
 
 
 def test_a_mistyped_target_is_refused_before_torch_is_imported() -> None:
-    for name in ("smollm", "./none", "none.gguf"):
-        script = f"import sys; from drafter.cli.main import main; code = main({['decode', '--target', name]!r})"
+    for words in (
+        ["decode", "--target", "smollm"],
+        ["train", "--model.target", "./none"],
+        ["serve", "--target=a.gguf"],
+    ):
+        script = f"import sys; from drafter.cli.main import main; code = main({words!r})"
         done = subprocess.run([sys.executable, "-c", f"{script}; sys.exit(code + 10 * ('torch' in sys.modules))"],
                               capture_output=True, text=True, check=False)  # fmt: skip
-        assert done.returncode == 2 and name in done.stderr
+        assert done.returncode == 2 and words[-1].rpartition("=")[2] in done.stderr
 
 
 def test_closed_outputs_are_quiet() -> None:

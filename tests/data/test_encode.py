@@ -141,12 +141,14 @@ def test_rows_that_cannot_be_trained_on_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_text_that_takes_gigabytes_of_tokens_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text before each answer is encoded too, so that many turns count as their square."""
+    """The text before each answer is read too, so that many turns count as their square."""
     monkeypatch.setattr(encode, "_MOST_CHARACTERS", 5000)
-    turns, long = chat(*["a", "b"] * 50), chat("a" * 4000, "b")
-    problems = [row.problem for row in encode_rows([{"text": "a" * 5001}, {"messages": turns}, {"messages": long}])]
-    assert problems[:1] * 2 == problems[:2] and "characters" in problems[0] and "characters" in problems[2]
-    assert not encode_rows([{"text": "a" * 5000}])[0].problem
+    monkeypatch.setattr(encode, "_MOST_READ", 2000)
+    dropped = [{"text": "a" * 5001}, {"messages": chat(*["a", "b"] * 50)}, {"messages": chat("a" * 5001, "b")}]
+    for row in encode_rows(dropped):
+        assert row.problem.startswith("too much text, or too many turns")
+    for row in encode_rows([{"text": "a" * 5000}, {"messages": chat(*["a", "b"] * 40)}]):
+        assert not row.problem
 
 
 def test_plain_text_is_trained_on_from_its_second_token_and_goes_on_in_further_rows() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import check_target
@@ -20,6 +21,9 @@ def test_model_and_files_have_one_fingerprint_in_every_number_format(tmp_path: P
     folder = save_target(target, tmp_path / "whole")
     assert load_target(folder, device="cpu").fingerprint == target.fingerprint
     assert load_target(folder, device="cpu", dtype="float16").fingerprint == target.fingerprint
+    for name in ("consolidated", "adapter_model"):  # beside the model's own files
+        save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, tmp_path / "whole" / f"{name}.safetensors")
+    assert load_target(folder, device="cpu").fingerprint == target.fingerprint
     target.model.half()
     copy = save_target(target, tmp_path / "half", max_shard_size="5KB")
     assert same_fingerprint(load_target(copy, device="cpu", dtype="float32").fingerprint, target.fingerprint)
