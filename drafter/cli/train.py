@@ -32,7 +32,7 @@ def train(words: Sequence[str]) -> int | None:
         return 0
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        if name == "--model.target":
+        if name == "--model.target" and not any(each.startswith("--print_config") for each in words):
             check_name(value if equals else following)  # before torch is imported, which takes seconds
     from drafter.training.run import main_train
 

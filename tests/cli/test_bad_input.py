@@ -53,7 +53,8 @@ def test_damaged_weights(target: str, drafter: str, refused: Refused, tmp_path: 
     refused(decode(str(tmp_path / "target"), "--prompt", "hi"), "--target", "target'")
     words = ["decode", "--target", target, "--device", "cpu", "--prompt", "hi", "--drafter", str(tmp_path / "drafter")]
     refused(words, "--drafter", "cannot be read")
-    (tmp_path / "target" / "model.safetensors").rename(tmp_path / "target" / "model-00001-of-00001.safetensors")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    shutil.copy(Path(target) / "model.safetensors", tmp_path / "target" / "model-00001-of-00001.safetensors")
     for index in ("[]", "[" * 50_000):
         (tmp_path / "target" / "model.safetensors.index.json").write_text(index)
         refused(decode(str(tmp_path / "target"), "--prompt", "hi"), "--target", "damaged")

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafter.data.formats import read_rows
 from drafter.decoding.params import SamplingParams
@@ -12,6 +13,7 @@ from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, DistillReport, EngineAnswerer, distill
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.targets.target import Target
 from tests.data.tiny import chat, tiny_target, write_jsonl
 
 QUESTIONS = ["Why?", "What is the and the?", "Tell me more and more and more of it.", "a", "the end"]
@@ -48,6 +50,18 @@ def test_a_base_model_is_refused_before_anything_is_asked(prompts: str, tmp_path
     with pytest.raises(ValueError, match="target 'tiny' has no chat template: use an instruction-tuned one"):
         run(base, prompts, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_another_fine_tuning_does_not_continue_a_file(target, prompts: str, tmp_path: Path) -> None:
+    """The output matrix is the same; the journal's fingerprint covers the layers too."""
+    run(target, prompts, tmp_path / "out.jsonl")
+    tuned = tiny_target()
+    with torch.no_grad():
+        tuned.model.model.layers[0].self_attn.q_proj.weight *= 1.1
+    tuned = Target.from_model(tuned.model, tuned.tokenizer, name="tuned")
+    with pytest.raises(ValueError, match="was written with target_fingerprint = "):
+        run(tuned, prompts, tmp_path / "out.jsonl")
+    assert run(tiny_target(), prompts, tmp_path / "out.jsonl").num_new == 0
 
 
 def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
