@@ -30,8 +30,8 @@ RULES = {
     "vllm:__init__.py,model.py",
     "bench": "distill:workload.py,acceptance.py,load.py data engine proposers decoding models targets utils torch "
     "transformers:backends.py datasets:workload.py matplotlib:plots.py vllm:peer_worker.py",
-    "training": "runtimes integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models targets "
-    "utils torch transformers lightning",
+    "training": "runtimes integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models "
+    "targets utils torch transformers lightning",
     "cli": "training bench integrations serving distill data engine proposers decoding models targets utils torch",
 }
 

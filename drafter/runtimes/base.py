@@ -18,6 +18,25 @@ class Unsuitable(Exception):
     """A runtime cannot run a target; the text says why, and another runtime may."""
 
 
+class Spec(NamedTuple):
+    """What :func:`drafter.runtimes.loading.load_target` was asked for; see its arguments."""
+
+    name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    num_shards: int = 1
+    device_map: str | None = None
+    quantization: str = "none"
+    is_trainable: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one process on one device holds the target."""
+        return self.num_shards == 1 and self.device_map is None
+
+
 class Traits(NamedTuple):
     """Facts about a runtime and the weights that the runtime holds.
 

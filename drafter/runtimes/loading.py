@@ -5,9 +5,10 @@ A new runtime is one file and one line in :data:`RUNTIMES` (docs/architecture.md
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from drafter.runtimes.base import Unsuitable
+from drafter.runtimes.base import Spec, Unsuitable
+from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch import TorchRuntime
 from drafter.targets.catalog import resolve
 from drafter.targets.device_map import copy_once, layer_devices
@@ -23,25 +24,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16", "stored")
 QUANTIZATIONS = ("none", *BITS)
-
-
-class Spec(NamedTuple):
-    """What :func:`load_target` was asked for; see its arguments."""
-
-    name: str
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    num_shards: int = 1
-    device_map: str | None = None
-    quantization: str = "none"
-    is_trainable: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one process on one device holds the target."""
-        return self.num_shards == 1 and self.device_map is None
 
 
 def _load_torch(spec: Spec) -> Target:
@@ -73,7 +55,7 @@ def _load_torch(spec: Spec) -> Target:
 
 
 # ``auto`` takes the first one that does not raise Unsuitable.
-RUNTIMES: dict[str, Callable[[Spec], Target]] = {"torch": _load_torch}
+RUNTIMES: dict[str, Callable[[Spec], Target]] = {"native": load_native, "torch": _load_torch}
 
 
 def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
@@ -82,7 +64,7 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
     Args:
         name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
         runtime: ``auto`` or a name in :data:`RUNTIMES`.
-        **asked: further fields of :class:`Spec`:
+        **asked: further fields of :class:`drafter.runtimes.base.Spec`:
             dtype: ``float32``, ``bfloat16``, ``float16``; ``stored``: the weights as the file has them; ``auto``: each
             runtime's own choice (torch: bfloat16 on an accelerator, float32 on a CPU).
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.

@@ -33,8 +33,17 @@ def fingerprint_of(output_weight_VD: Tensor, ends: Ends = ()) -> str:
     weights rounds a little differently. Depends on neither device nor file format.
     """
     flat = output_weight_VD.reshape(-1)
-    index = torch.linspace(0, flat.numel() - 1, NUM_OUTPUT_DIGITS // 4, dtype=torch.float64).long()
-    values: list[float] = flat[index.to(flat.device)].float().tolist()
+    return fingerprint_of_sample(flat[sample_index(flat.numel()).to(flat.device)], ends)
+
+
+def sample_index(num_entries: int) -> Tensor:
+    """Which entries of a flattened output matrix make the sample, int64 [32]."""
+    return torch.linspace(0, num_entries - 1, NUM_OUTPUT_DIGITS // 4, dtype=torch.float64).long()
+
+
+def fingerprint_of_sample(sample: Tensor, ends: Ends = ()) -> str:
+    """The fingerprint of the sampled entries of an output matrix."""
+    values: list[float] = sample.float().tolist()
     layers: dict[int, list[float]] = defaultdict(list)
     for name, first, last in ends:
         if number := _LAYER.search(name):
@@ -42,8 +51,7 @@ def fingerprint_of(output_weight_VD: Tensor, ends: Ends = ()) -> str:
     for _, found in sorted(layers.items()):
         found.sort()
         values += found[:: -(-len(found) // _MOST_VALUES)]
-    sample = torch.tensor(values).to(torch.bfloat16)
-    return sample.view(torch.int16).numpy().astype("<i2").tobytes().hex()
+    return torch.tensor(values).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").tobytes().hex()
 
 
 def ends_in_model(decoder: nn.Module) -> Iterator[tuple[str, float, float]]:

@@ -1,0 +1,162 @@
+"""Loads a target for the native runtime, from the integers of a GGUF file or the weights of safetensors files."""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.kernels import native
+from drafter.runtimes.base import Slots, Spec, Unsuitable
+from drafter.runtimes.native.family import FAMILIES
+from drafter.runtimes.native.runtime import NativeCache, NativeRuntime
+from drafter.runtimes.native.weights import ARCHITECTURES, Stored, open_gguf, open_safetensors, tensors_of_gguf
+from drafter.targets.catalog import resolve, stored_file
+from drafter.targets.fingerprint import ends_in_files, fingerprint_of_sample, sample_index
+from drafter.targets.home import home_folder, key_of
+from drafter.targets.loading import checkpoint_files, read_tokenizer, resolve_device
+from drafter.targets.target import Target
+from drafter.utils.parse import read_json_object
+
+_CHECKED_LAYERS = 2  # at least; as many as it takes to see every kind of layer once
+_MOST_CHECKED = 8
+_TOLERANCE = 2e-3
+
+
+def load_native(spec: Spec) -> Target:
+    """A target that the native step runs.
+
+    Raises:
+        Unsuitable: the library was not built, or does not run this target; says why.
+        ValueError: a file is damaged, or does not fit its configuration.
+    """
+    if native.library() is None:
+        raise Unsuitable("the native step was not built, for want of a C++ compiler at the installation")
+    if resolve_device(spec.device).type != "cpu" or not spec.is_whole:
+        raise Unsuitable("it runs whole targets on a CPU")
+    if spec.is_trainable or spec.trust_remote_code or spec.quantization != "none" or spec.dtype == "float16":
+        raise Unsuitable("it runs described models as their files store them, in float32 or in bfloat16")
+    number_format = "stored" if spec.dtype == "auto" else spec.dtype
+    stored = stored_file(spec.name) if number_format != "bfloat16" else None
+    place: Path | str = stored[1] if stored else resolve(spec.name)
+    files = checkpoint_files(place, spec.revision)
+    folder = place if isinstance(place, Path) else files[0].parent
+    config = _read_config(folder)
+    if stored:
+        header = open_gguf(stored[0])
+        if (kind := header.scalars.get("general.architecture")) not in ARCHITECTURES:
+            raise Unsuitable(f"GGUF files of architecture {kind} are not described")
+        tensors = tensors_of_gguf(header, config.num_attention_heads, config.num_key_value_heads)
+        ends = _ends(header.tensors)
+    else:
+        weights = [file for file in files if file.suffix == ".safetensors"]
+        tensors, ends = open_safetensors(weights), ends_in_files(weights)
+    try:
+        runtime = NativeRuntime(config, tensors, number_format=number_format, adds_one=stored is None)
+    except ValueError as error:
+        raise ValueError(f"--target {spec.name!r} cannot be loaded: {error}") from error
+    _check(runtime, config)
+    index = sample_index(runtime.vocab_size * runtime.hidden_size)
+    generation = folder / "generation_config.json"
+    return Target(
+        runtime, read_tokenizer(place, revision=spec.revision), config, name=spec.name, revision=spec.revision,
+        fingerprint=fingerprint_of_sample(runtime.output_entries(index), ends),
+        generation_config=SimpleNamespace(**read_json_object(generation)) if generation.is_file() else None,
+    )  # fmt: skip
+
+
+def _read_config(folder: Path) -> Any:
+    """The configuration of a folder, of a described type (Unsuitable for others, before transformers reads it)."""
+    said = read_json_object(folder / "config.json")
+    if said.get("model_type") not in FAMILIES:
+        raise Unsuitable(f"models of type {said.get('model_type')} are not described")
+    if said.get("quantization_config"):
+        raise Unsuitable("its weights come quantised")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers checks values with errors of many types; torch's loader names them
+        raise Unsuitable(f"its configuration cannot be read ({type(error).__name__})") from error
+
+
+def _ends(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, float, float]]:
+    """First and last entry of the matrices of a GGUF file's layers."""
+    from gguf import GGMLQuantizationType, quants
+
+    for name, each in tensors.items():
+        if name.startswith("blk.") and len(each.shape) > 1:
+            kind = GGMLQuantizationType[each.kind]
+            first, last = (quants.dequantize(each.data[row : row + 1], kind) for row in (0, len(each.data) - 1))
+            yield name, float(first.flat[0]), float(last.flat[-1])
+
+
+def _check(runtime: NativeRuntime, config: Any) -> None:
+    """Compare a short forward through the first layers with transformers' own module, once for a configuration.
+
+    Raises:
+        Unsuitable: the description is not the model's.
+    """
+    facts = [config.to_dict(), version("transformers"), native.instructions(), runtime.traits.number_format, 1]
+    mark = home_folder() / "checked" / key_of([], json.loads(json.dumps(facts, default=str)))
+    if mark.exists():
+        return
+    distance = _distance(runtime, config)
+    if not distance <= _TOLERANCE:
+        raise Unsuitable(f"its first layers give other states than transformers' (off by {distance:.2g})")
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+@torch.no_grad()
+def _distance(runtime: NativeRuntime, config: Any) -> float:
+    """How far the states of a prefix and a small tree are from the module's, as a share of their size."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    said = runtime.description
+    kinds = list(zip(said.rotation_of, said.window_of, strict=True))
+    number = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds) or n == _MOST_CHECKED)
+    number = min(max(number, _CHECKED_LAYERS), len(kinds))
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.vocab_size = number, 8
+    small.bos_token_id = small.eos_token_id = small.pad_token_id = None
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:number]
+    with no_init_weights():
+        module = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").model
+    own = {name.removeprefix("model."): weight for name, weight in _numbers(runtime, number)}
+    module.load_state_dict({name: own[name] for name in module.state_dict() if name in own}, strict=False, assign=True)
+    tokens = torch.arange(2, 10)[None] % runtime.vocab_size
+    embedding = runtime.embed(tokens)
+    wanted = module.eval()(inputs_embeds=embedding, use_cache=False).last_hidden_state
+    model = runtime.first_layers(number)
+    cache = runtime.new_cache(1, 16)
+    place = torch.arange(8)[None].contiguous()
+    found = []
+    for part, ancestor in ((slice(0, 5), None), (slice(5, 8), torch.ones(1, 3, 3, dtype=torch.bool).tril())):
+        slots = Slots(place[:, part].contiguous(), place[:, part].contiguous(), ancestor)
+        given = native.Tokens(
+            1, slots.slot_BT.shape[1], 0, None, slots.slot_BT.data_ptr(), slots.position_BT.data_ptr(),
+            None if ancestor is None else ancestor.data_ptr(),
+        )  # fmt: skip
+        found.append(native.forward(model, cache.native, given, embedding[:, part].contiguous())[0])
+    return float((torch.cat(found, dim=1) - wanted).norm() / wanted.norm())
+
+
+def _numbers(runtime: NativeRuntime, num_layers: int) -> Iterator[tuple[str, Tensor]]:
+    """The numbers of the first layers' weights by the names of transformers."""
+    for name, weight in runtime.vectors.items():
+        yield name, weight
+    for name, (matrix, start, outputs) in runtime.places.items():
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        if layer.isdecimal() and int(layer) < num_layers:
+            yield name, native.unpack_rows(matrix, torch.arange(start, start + outputs))
+
+
+__all__ = ["NativeCache", "load_native"]

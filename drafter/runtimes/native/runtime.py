@@ -1,0 +1,310 @@
+"""NativeRuntime: the step of drafter/kernels/csrc over weights as a file stores them.
+
+Every output is summed in one order that depends on its matrix alone, so that tree, batch, chunk and threads change no
+bit of a token's logits.
+
+Shapes: B rows · T tokens of a forward · L moved slots · S slots of a row · V vocabulary · D hidden size ·
+C context size.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.kernels import native
+from drafter.runtimes.base import Slots, TargetOutput, Traits, Unsuitable
+from drafter.runtimes.native.family import describe, head_dim_of, rotation_table
+from drafter.runtimes.native.weights import Stored, matrix
+
+_LAYER = "model.layers.{}."
+_MOST_QUERIES = 32  # query heads that share a key head
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+class NativeCache:
+    """Keys and values of some rows, in blocks of 16 slots (csrc/layout.h); see :class:`drafter.runtimes.base.RowCache`.
+
+    Args:
+        model: whose layers and heads the cache has.
+        num_rows, num_slots: B, S.
+    """
+
+    def __init__(self, model: native.Model, num_rows: int, num_slots: int) -> None:
+        self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
+        self._model, slots = model, -(-(num_slots + 1) // native.LANES) * native.LANES
+        lead, dim = (model.num_layers, num_rows, model.num_key_heads), model.head_dim
+        self._keys = torch.zeros(*lead, slots // native.LANES, dim, native.LANES)
+        self._values = torch.zeros(*lead, slots, -(-dim // native.LANES) * native.LANES)
+        self.native = native.Cache(num_rows, slots, num_slots, self._keys.data_ptr(), self._values.data_ptr())
+
+    def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
+        """Copy slots within rows 0 .. B-1."""
+        native.move_slots(self._model, self.native, source_BL, destination_BL)
+
+    def copy_row(self, source: int, destination: int, num_slots: int) -> None:
+        """Copy the first ``num_slots`` slots of a row, rounded up to a block of slots that nobody sees."""
+        blocks = -(-num_slots // native.LANES)
+        self._keys[:, destination, :, :blocks] = self._keys[:, source, :, :blocks]
+        self._values[:, destination, :, :num_slots] = self._values[:, source, :, :num_slots]
+
+
+class NativeRuntime:
+    """Runs a described decoder; its attributes are those of :class:`drafter.runtimes.base.Runtime`.
+
+    Args:
+        config: of the text model.
+        tensors: the checkpoint's, by the names of transformers. Every one must have a place in the description.
+        number_format: ``stored``: weights as they are; integers are multiplied by activations rounded to 8 bits.
+            ``float32``: the same without that rounding. ``bfloat16``: float weights are rounded to bfloat16.
+        adds_one: norms multiply by 1 + weight where the family's do; a GGUF file has the 1 in its weights already.
+
+    Raises:
+        Unsuitable: the model is not described, or has weights that are not.
+        ValueError: a weight is missing, or has another shape than the configuration says.
+    """
+
+    name = "native"
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(
+        self, config: Any, tensors: Mapping[str, Stored], *, number_format: str = "stored", adds_one: bool = True
+    ) -> None:
+        self.description = describe(config)
+        self._config, self._adds_one = config, adds_one and self.description.adds_one
+        self._left = {name: each for name, each in tensors.items() if not name.endswith(_IGNORED)}
+        self._is_rounded = number_format == "stored"
+        self._target = "BF16" if number_format == "bfloat16" else None
+        self.traits = Traits(number_format, is_exact=True, has_plain_logits=self._has_plain_logits())
+        self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
+        # Each weight's matrix, first row there and outputs; norms and biases, as the module has them.
+        self.places: dict[str, tuple[native.Matrix, int, int]] = {}
+        self.vectors: dict[str, Tensor] = {}
+        self._kept: list[Any] = []
+        self.num_parameters = 0
+        native.set_num_threads(num_threads())
+        self._model = self._build()
+        if self._left:
+            raise Unsuitable(f"its weight {min(self._left)} is not described")
+
+    def _has_plain_logits(self) -> bool:
+        return self.description.logit_scale == 1 and not self.description.logit_cap
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def _build(self) -> native.Model:
+        config, said = self._config, self.description
+        heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
+        num_layers, width = config.num_hidden_layers, config.intermediate_size
+        if heads % key_heads or heads // key_heads > _MOST_QUERIES or dim % 2:
+            raise Unsuitable(f"{heads} query heads over {key_heads} key heads of {dim} numbers are not supported")
+        embedding = self._matrix([("model.embed_tokens", self.vocab_size)], self.hidden_size)
+        is_tied = "lm_head.weight" not in self._left
+        head = embedding if is_tied else self._matrix([("lm_head", self.vocab_size)], self.hidden_size)
+        self.embedding_matrix, self.embedding_scale, self.head = embedding, said.embedding_scale, head
+        layers = (native.Layer * num_layers)()
+        query, key = heads * dim, key_heads * dim
+        has_gate = any(name.endswith(("gate_proj.weight", "gate_up_proj.weight")) for name in self._left)
+        for number in range(num_layers):
+            lead, layer = _LAYER.format(number), layers[number]
+            attention = lead + "self_attn."
+            for name, place in self._fused(
+                [(attention + "q_proj", query), (attention + "k_proj", key), (attention + "v_proj", key)],
+                (attention + "qkv_proj", query + 2 * key),
+            ):
+                layer.qkv[place] = name
+            layer.output = self._matrix([(attention + "o_proj", self.hidden_size)], query)
+            if has_gate:
+                parts, whole = [(lead + "mlp.gate_proj", width), (lead + "mlp.up_proj", width)], "mlp.gate_up_proj"
+                down = lead + "mlp.down_proj"
+            else:
+                parts, whole, down = [(lead + "mlp.c_fc", width)], "mlp.c_fc", lead + "mlp.c_proj"
+            for name, place in self._fused(parts, (lead + whole, width * len(parts))):
+                layer.up[place] = name
+            layer.down = self._matrix([(down, self.hidden_size)], width)
+            has_four = lead + "pre_feedforward_layernorm.weight" in self._left
+            has_input = lead + "input_layernorm.weight" in self._left
+            names = {"after_mlp": "post_feedforward_layernorm", "before_attention": "input_layernorm"}
+            names["before_mlp"] = "pre_feedforward_layernorm" if has_four else "post_attention_layernorm"
+            names["after_attention"] = "post_attention_layernorm"
+            names["before_mlp" if not (has_four or has_input) else "none"] = "none"
+            names["after_attention" if has_input and not has_four else "none"] = "none"
+            for field in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+                setattr(layer, field, self._norm(lead + names[field]))
+            layer.query, layer.key = self._norm(attention + "q_norm"), self._norm(attention + "k_norm")
+            layer.rotary, layer.window = said.rotation_of[number], said.window_of[number]
+        rotations = (native.Rotary * len(said.rotations))()
+        model = native.Model(
+            num_layers=num_layers, hidden_size=self.hidden_size, num_heads=heads, num_key_heads=key_heads,
+            head_dim=dim, mlp_size=width, vocab_size=self.vocab_size,
+            activation=native.ACTIVATIONS.index(said.activation), has_gate=has_gate, num_rotaries=len(rotations),
+            input_scale=said.input_scale, attention_scale=said.attention_scale, attention_cap=said.attention_cap,
+            residual_scale=said.residual_scale, layers=ctypes.cast(layers, ctypes.POINTER(native.Layer)),
+            rotaries=ctypes.cast(rotations, ctypes.POINTER(native.Rotary)), final_norm=self._norm("model.norm"),
+            head=head,
+        )  # fmt: skip
+        self._layers, self._rotations = layers, rotations
+        self._tables: list[tuple[Tensor, Tensor]] = []
+        return model
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Stored | None:
+        """A tensor of the checkpoint, once; ValueError for another shape."""
+        stored = self._left.pop(name, None)
+        if stored is not None:
+            if stored.shape != shape:
+                raise ValueError(f"{name} has the shape {list(stored.shape)}, and config.json asks for {list(shape)}")
+            self.num_parameters += math.prod(shape)
+        return stored
+
+    def _matrix(self, names: Sequence[tuple[str, int]], inputs: int) -> native.Matrix:
+        """Weights of one kind, one below the other; names without their ending, each with its outputs."""
+        parts, biases = [], []
+        for name, outputs in names:
+            stored = self._take(name + ".weight", (outputs, inputs))
+            if stored is None:
+                raise ValueError(f"the checkpoint lacks {name}.weight")
+            parts.append(stored)
+            biases.append(self._take(name + ".bias", (outputs,)))
+        bias = None
+        if any(each is not None for each in biases):
+            given = zip(biases, names, strict=True)
+            vectors = [torch.zeros(name[1]) if each is None else each.vector() for each, name in given]
+            bias = torch.cat(vectors).contiguous()
+        made = matrix(parts, is_rounded=self._is_rounded, target=self._target, bias=bias)
+        self._kept.append(made)
+        start = 0
+        for name, outputs in names:
+            self.places[name + ".weight"] = made, start, outputs
+            if bias is not None:
+                self.vectors[name + ".bias"] = bias[start : start + outputs]
+            start += outputs
+        return made
+
+    def _fused(self, parts: list[tuple[str, int]], whole: tuple[str, int]) -> list[tuple[native.Matrix, int]]:
+        """One matrix of all parts where the checkpoint has one or their kinds agree, else one of each; with places."""
+        if whole[0] + ".weight" in self._left:
+            made, first = [self._matrix([whole], self.hidden_size)], 1
+        else:
+            kinds = {self._left[name + ".weight"].kind for name, _ in parts if name + ".weight" in self._left}
+            groups = [parts] if len(kinds) < 2 else [[part] for part in parts]
+            made, first = [self._matrix(group, self.hidden_size) for group in groups], len(groups)
+        most = 3 if len(parts) == 3 else 2
+        return [*zip(made, range(first), strict=True), *((native.NO_MATRIX, place) for place in range(first, most))]
+
+    def _norm(self, name: str) -> native.Norm:
+        stored = self._left.pop(name + ".weight", None)
+        if stored is None:
+            return native.Norm()
+        weight = stored.vector() + float(self._adds_one)
+        self.num_parameters += len(weight)
+        self.vectors[name + ".weight"] = weight - float(self.description.adds_one)
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{name}.weight has numbers that are not finite: the checkpoint is damaged")
+        bias = self._left.pop(name + ".bias", None)
+        vector = None if bias is None else bias.vector()
+        if vector is not None:
+            self.vectors[name + ".bias"] = vector
+        self._kept.append((weight, vector))
+        kind = native.NORMS["rms" if bias is None else "layer"]
+        address = None if vector is None else vector.data_ptr()
+        return native.Norm(kind, len(weight), self.description.epsilon, weight.data_ptr(), address)
+
+    def _reach(self, num_positions: int) -> None:
+        """Let the tables of rotations reach this number of positions."""
+        if self._tables and len(self._tables[0][0]) >= num_positions:
+            return
+        said = self.description
+        self._tables = [rotation_table(self._config, kind, num_positions) for kind in said.rotations]
+        for place, (cosine, sine) in enumerate(self._tables):
+            self._rotations[place] = native.Rotary(
+                2 * cosine.shape[1], num_positions, cosine.data_ptr(), sine.data_ptr()
+            )
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def embedding_weight_VD(self) -> Tensor:
+        """Input embeddings as plain numbers, without the embedding's scale, [V, D]."""
+        return native.unpack_rows(self.embedding_matrix, torch.arange(self.vocab_size))
+
+    @cached_property
+    def output_weight_VD(self) -> Tensor:
+        """The output matrix as plain numbers, [V, D]."""
+        return native.unpack_rows(self.head, torch.arange(self.vocab_size))
+
+    def output_entries(self, index: Tensor) -> Tensor:
+        """Entries of the flattened output matrix: int64 [X] -> float32 [X]."""
+        rows = native.unpack_rows(self.head, index // self.hidden_size)
+        return rows.gather(1, (index % self.hidden_size)[:, None])[:, 0]
+
+    def embed(self, token: Tensor) -> Tensor:
+        """Input embeddings as the first layer gets them: int64 [...] -> [..., D]."""
+        rows = native.unpack_rows(self.embedding_matrix, token.reshape(-1))
+        if self.embedding_scale != 1:
+            rows *= self.embedding_scale
+        return rows.view(*token.shape, self.hidden_size)
+
+    def prepare_decoding(self) -> None:
+        """Leave the cores to the native step's threads: torch's own, which wait beside them, would take them away."""
+        torch.set_num_threads(1)
+
+    def new_cache(self, num_rows: int, num_slots: int) -> NativeCache:
+        """An empty cache."""
+        self._reach(num_slots + 1)
+        return NativeCache(self._model, num_rows, num_slots)
+
+    def cache_bytes(self, num_rows: int, num_slots: int) -> int:
+        """Bytes of a cache."""
+        model = self._model
+        return 8 * model.num_layers * model.num_key_heads * model.head_dim * num_rows * (num_slots + 1)
+
+    def forward(
+        self, token_BT: Tensor, slots: Slots | None, cache: NativeCache | None, context_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """See :meth:`drafter.runtimes.base.Runtime.forward`."""
+        if slots is None or cache is None:
+            num_rows, num_tokens = token_BT.shape
+            cache, position_T = self.new_cache(num_rows, num_tokens), torch.arange(num_tokens)
+            slots = Slots(position_T.expand(num_rows, -1), position_T.expand(num_rows, -1), None)
+        slot_BT, position_BT = slots.slot_BT.contiguous(), slots.position_BT.contiguous()
+        ancestor_BTT = None if slots.ancestor_BTT is None else slots.ancestor_BTT.contiguous()
+        tokens = native.Tokens(
+            *slot_BT.shape, slots.first_row, None, slot_BT.data_ptr(), position_BT.data_ptr(),
+            None if ancestor_BTT is None else ancestor_BTT.data_ptr(),
+        )  # fmt: skip
+        embedding_BTD = self.embed(token_BT)
+        hidden_BTD, states = native.forward(self._model, cache.native, tokens, embedding_BTD, context_layers)
+        return TargetOutput(hidden_BTD, torch.cat(states, dim=-1) if states else hidden_BTD)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output logits [..., V] of final hidden states [..., D]."""
+        product = native.multiply(self.head, hidden)
+        if self.description.logit_scale != 1:
+            product *= self.description.logit_scale
+        cap = self.description.logit_cap
+        return torch.tanh(product / cap) * cap if cap else product
+
+    def final_norm(self, target_name: str) -> Any:
+        """Refused: readers of stored states load a target for torch."""
+        raise ValueError(f"the final norm of {target_name!r} is not to be had from the native runtime")
+
+    def first_layers(self, number: int) -> "native.Model":
+        """The model of the first layers alone, whose products round no activation; for comparisons."""
+        layers = (native.Layer * number)(*self._layers[:number])
+        for layer in layers:
+            for part in (*layer.qkv, *layer.up, layer.output, layer.down):
+                part.is_rounded = 0
+        model = native.Model.from_buffer_copy(self._model)
+        model.num_layers, model.layers = number, ctypes.cast(layers, ctypes.POINTER(native.Layer))
+        return model.keep(layers)
+
+
+@cache
+def num_threads() -> int:
+    """Threads of the native step: those that torch had before the first native target was loaded."""
+    return torch.get_num_threads()
