@@ -130,53 +130,115 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
     Raises:
         ValueError: of the function, or a limit was reached.
     """
-    if not items or not sys.platform.startswith("linux"):
-        return [function(item) for item in items]
-    reading, writing = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _work(function, items, writing)
-    os.close(writing)
+    worker = Worker(lambda index: function(items[index]), what)
     try:
-        with os.fdopen(reading, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+        return worker.map(range(len(items)))
     finally:
-        # The child still runs only after Ctrl-C or after an answer that is too large.
+        worker.close()
+
+
+class Worker:
+    """A fork of this process that computes one function, with the limits above for each item.
+
+    The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds. After a
+    limit was reached, the next call forks again. Where the system has no forks, the function runs in this process.
+
+    Args:
+        function: takes and returns a JSON value; uses neither torch nor threads.
+        what: name of the program, for messages.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], what: str) -> None:
+        self._function, self._what = function, what
+        self._child = self._writing = self._reading = -1
+
+    def map(self, items: Sequence[Any]) -> list[Any]:
+        """``[function(item) for item in items]`` (ValueError: of the function, or a limit was reached)."""
+        if not items or not sys.platform.startswith("linux"):
+            return [self._function(item) for item in items]
+        if self._child < 0:
+            self._fork()
+        data = bytearray()
+        try:
+            _send(self._writing, list(items))
+            while data.count(b"\n") < len(items) and len(data) <= MAX_BYTES and not _is_last(data):
+                if not (part := os.read(self._reading, 1 << 20)):
+                    break
+                data += part
+        except BaseException:  # the child's answer would come before the next one's
+            self.close()
+            raise
+        answers = [json.loads(line) for line in data.split(b"\n") if line] if len(data) <= MAX_BYTES else []
+        if answers and "error" in answers[-1]:
+            raise ValueError(answers[-1]["error"])
+        if len(answers) == len(items) and "value" in answers[-1]:
+            return [answer["value"] for answer in answers]
+        status = self.close()
+        if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
+            raise ValueError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory")
+        is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+        raise ValueError(
+            f"{self._what} {f'took longer than {MAX_SECONDS:g} seconds' if is_late else 'ended its process'}"
+        )
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> int:
+        """End the fork; its status."""
+        if self._child < 0:
+            return 0
+        child, self._child = self._child, -1
+        os.close(self._writing)
+        os.close(self._reading)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-    answers = [json.loads(line) for line in data.split(b"\n") if line] if len(data) <= MAX_BYTES else []
-    if answers and "error" in answers[-1]:
-        raise ValueError(answers[-1]["error"])
-    if len(answers) == len(items) and "value" in answers[-1]:
-        return [answer["value"] for answer in answers]
-    if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
-        raise ValueError(f"{what} takes more than {MAX_BYTES >> 20} MiB of memory")
-    is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-    raise ValueError(f"{what} {f'took longer than {MAX_SECONDS:g} seconds' if is_late else 'ended its process'}")
+            os.kill(child, signal.SIGKILL)  # without effect on a child that has ended
+        return os.waitpid(child, 0)[1]
+
+    def _fork(self) -> None:
+        asked, self._writing = os.pipe()
+        self._reading, answered = os.pipe()
+        sys.stdout.flush()
+        self._child = os.fork()
+        if self._child == 0:
+            _work(self._function, asked, answered)
+        os.close(asked)
+        os.close(answered)
 
 
-def _work(function: Callable[[Item], Any], items: Sequence[Item], writing: int) -> NoReturn:
-    """Write an answer for each item, in the forked process."""
+def _is_last(data: bytearray) -> bool:
+    """Whether the child has refused an item, and computes no further ones."""
+    return data.endswith(b"\n") and not data[data.rfind(b"\n", 0, -1) + 1 :].startswith(b'{"value"')
+
+
+def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn:
+    """Answer lists of items until the parent ends, in the forked process."""
     faulthandler.disable()  # the end of this process is expected
     try:
         for number in (signal.SIGPROF, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # the end of this process, within C as well
+        for first, last in ((3, min(asked, answered)), (min(asked, answered) + 1, max(asked, answered))):
+            os.closerange(first, last)
+        os.closerange(max(asked, answered) + 1, os.sysconf("SC_OPEN_MAX"))  # a server's sockets end with the server
         limit_memory()
-        for item in items:
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
-            _send(writing, {"value": function(item)})
-    except MemoryError:
-        _send(writing, {"is_too_large": True})
-    except Exception as error:
-        _send(writing, {"error": str(error) or type(error).__name__})
+        with os.fdopen(asked, "rb") as stream:
+            for line in stream:
+                for item in json.loads(line):
+                    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
+                    try:
+                        _send(answered, {"value": function(item)})
+                    except MemoryError:
+                        _send(answered, {"is_too_large": True})
+                        break
+                    except Exception as error:
+                        _send(answered, {"error": str(error) or type(error).__name__})
+                        break
+                    signal.setitimer(signal.ITIMER_PROF, 0)
     finally:
         os._exit(0)
 
 
-def _send(writing: int, answer: dict[str, Any]) -> None:
-    data = memoryview(json.dumps(answer).encode() + b"\n")
+def _send(writing: int, value: Any) -> None:
+    data = memoryview(json.dumps(value).encode() + b"\n")
     while data:
         data = data[os.write(writing, data) :]

@@ -5,13 +5,13 @@ selected layers).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.chat import Chat, encode_chat, encode_text, limited_map, what_runs
+from drafter.targets.chat import Chat, Worker, encode_chat, encode_text, what_runs
 from drafter.targets.slots import Slots, TargetOutput
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ class Target:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
-        encode = partial(encode_text, self._tokenizer())
-        found: list[list[int]] = limited_map(encode, [text], f"the tokenizer of {self.name!r}")
+        self._tokenizer()
+        found: list[list[int]] = self._encoder.map([text])
         return found[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -164,11 +164,20 @@ class Target:
         Raises:
             ValueError: there is no template, or the template refuses the messages or reaches a limit.
         """
-        tokenizer = self._tokenizer()
-        return limited_map(
-            lambda chat: encode_chat(tokenizer, chat.messages, self.name, tools=chat.tools),
-            chats, f"{what_runs(self.name)}, or the tokenizer,",
-        )  # fmt: skip
+        self._tokenizer()
+        return self._encoder.map([[list(chat.messages), list(chat.tools)] for chat in chats])
+
+    @cached_property
+    def _encoder(self) -> Worker:
+        """Encodes texts and pairs of messages and tools in a process of its own."""
+        tokenizer, name = self.tokenizer, self.name
+
+        def encode(asked: Any) -> list[int]:
+            if isinstance(asked, str):
+                return encode_text(tokenizer, asked)
+            return encode_chat(tokenizer, asked[0], name, tools=asked[1])
+
+        return Worker(encode, f"{what_runs(name)}, or the tokenizer,")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

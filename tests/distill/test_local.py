@@ -13,7 +13,7 @@ from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, DistillReport, EngineAnswerer, distill
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets.target import Target
+from drafter.runtimes.loading import wrap_model
 from tests.data.tiny import chat, tiny_target, write_jsonl
 
 QUESTIONS = ["Why?", "What is the and the?", "Tell me more and more and more of it.", "a", "the end"]
@@ -58,7 +58,7 @@ def test_another_fine_tuning_does_not_continue_a_file(target, prompts: str, tmp_
     tuned = tiny_target()
     with torch.no_grad():
         tuned.model.model.layers[0].self_attn.q_proj.weight *= 1.1
-    tuned = Target.from_model(tuned.model, tuned.tokenizer, name="tuned")
+    tuned = wrap_model(tuned.model, tuned.tokenizer, name="tuned")
     with pytest.raises(ValueError, match="was written with target_fingerprint = "):
         run(tuned, prompts, tmp_path / "out.jsonl")
     assert run(tiny_target(), prompts, tmp_path / "out.jsonl").num_new == 0
