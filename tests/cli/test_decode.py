@@ -17,7 +17,6 @@ from drafter.data.traffic import read_traffic
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
-from drafter.engine.settings import EngineOptions
 from drafter.runtimes.loading import load_target
 from drafter.utils.provenance import write_run_record
 from tests.cli.conftest import Refused
@@ -135,24 +134,19 @@ def test_distill_then_inspect(
     refused(["distill", "--out", str(out), "--endpoint", "http://h:1"], "--endpoint needs --model")
 
 
-def test_a_prompt_enters_at_most_15_files_before_the_first_step(target: str, drafter: str) -> None:
-    """Files of the package whose functions are called, the making of the engine included, the models' loading not."""
+def test_a_prompt_enters_at_most_14_files_before_the_first_step(target: str, drafter: str) -> None:
+    """Files of the package whose functions are called from `Engine.stream` to the first `Engine.step`."""
     root = str(Path(cli_decode.__file__).parents[1])
     files: set[str] = set()
-    is_on, loading = False, None  # loading: the frame of `load_models`
+    is_on = is_done = False
 
     def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal is_on, loading
+        nonlocal is_on, is_done
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(root):
-            is_on = (is_on or code is cli_decode.decode.__code__) and code is not Engine.step.__code__
-            if is_on and loading is None:
-                if code is EngineOptions.load_models.__code__:
-                    loading = frame
-                elif code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
-                    files.add(code.co_filename.removeprefix(root))
-        elif event == "return" and frame is loading:
-            loading = None
+            is_on, is_done = is_on or code is Engine.stream.__code__, is_done or code is Engine.step.__code__
+            if is_on and not is_done and code.co_flags & inspect.CO_OPTIMIZED:  # no body of a module or class
+                files.add(code.co_filename.removeprefix(root))
 
     words = ["--target", target, "--drafter", drafter, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "2"]
     sys.setprofile(count)
@@ -160,4 +154,4 @@ def test_a_prompt_enters_at_most_15_files_before_the_first_step(target: str, dra
         assert main(["decode", *words]) == 0
     finally:
         sys.setprofile(None)
-    assert "/engine/runner.py" in files and len(files) <= 15, sorted(files)
+    assert "/engine/runner.py" in files and len(files) <= 14, sorted(files)

@@ -65,8 +65,8 @@ def test_the_rotation_of_a_file_is_that_of_a_folder_with_the_same_weights(
         model(token_BT).logits
         for model in (
             by_hand,
-            load_target(str(converted(tmp_path / "scaled", more)), device="cpu").model,
-            load_target(str(plain), device="cpu").model,
+            load_target(str(converted(tmp_path / "scaled", more)), device="cpu", runtime="torch").model,
+            load_target(str(plain), device="cpu", runtime="torch").model,
         )
     ]
     assert torch.equal(logits_BTV[0], logits_BTV[1]) and not torch.allclose(logits_BTV[0], logits_BTV[2], rtol=0.01)
@@ -89,4 +89,5 @@ def test_a_rotation_that_is_not_known_is_refused(tmp_path: Path, more: Callable[
 def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
     """Gemma's end of a turn is not the end of the text."""
     folders = [converted(tmp_path / "one"), converted(tmp_path / "two", lambda writer: writer.add_eot_token_id(0))]
-    assert [load_target(str(folder), device="cpu").eos_token_ids for folder in folders] == [(2,), (2, 0)]
+    ends = [load_target(str(folder), device="cpu", runtime="torch").eos_token_ids for folder in folders]
+    assert ends == [(2,), (2, 0)]

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,10 @@ from torch import Tensor
 from drafter.kernels import native
 from drafter.runtimes.base import Slots, Spec, Unsuitable
 from drafter.runtimes.native.family import FAMILIES
-from drafter.runtimes.native.runtime import NativeCache, NativeRuntime
+from drafter.runtimes.native.runtime import NativeRuntime
 from drafter.runtimes.native.weights import ARCHITECTURES, Stored, open_gguf, open_safetensors, tensors_of_gguf
 from drafter.targets.catalog import resolve, stored_file
-from drafter.targets.fingerprint import ends_in_files, fingerprint_of_sample, sample_index
+from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
 from drafter.targets.home import home_folder, key_of
 from drafter.targets.loading import checkpoint_files, read_tokenizer, resolve_device
 from drafter.targets.target import Target
@@ -47,17 +47,9 @@ def load_native(spec: Spec) -> Target:
     files = checkpoint_files(place, spec.revision)
     folder = place if isinstance(place, Path) else files[0].parent
     config = _read_config(folder)
-    if stored:
-        header = open_gguf(stored[0])
-        if (kind := header.scalars.get("general.architecture")) not in ARCHITECTURES:
-            raise Unsuitable(f"GGUF files of architecture {kind} are not described")
-        tensors = tensors_of_gguf(header, config.num_attention_heads, config.num_key_value_heads)
-        ends = _ends(header.tensors)
-    else:
-        weights = [file for file in files if file.suffix == ".safetensors"]
-        tensors, ends = open_safetensors(weights), ends_in_files(weights)
     try:
-        runtime = NativeRuntime(config, tensors, number_format=number_format, adds_one=stored is None)
+        tensors, ends = _open(files, stored and stored[0], config)
+        runtime = NativeRuntime(config, tensors, number_format=number_format, adds_one=not stored)
     except ValueError as error:
         raise ValueError(f"--target {spec.name!r} cannot be loaded: {error}") from error
     _check(runtime, config)
@@ -68,6 +60,17 @@ def load_native(spec: Spec) -> Target:
         fingerprint=fingerprint_of_sample(runtime.output_entries(index), ends),
         generation_config=SimpleNamespace(**read_json_object(generation)) if generation.is_file() else None,
     )  # fmt: skip
+
+
+def _open(files: Sequence[Path], gguf: Path | None, config: Any) -> tuple[dict[str, Stored], Ends]:
+    """The tensors by the names of transformers, and what the fingerprint reads of them (ValueError: damaged files)."""
+    if gguf is None:
+        weights = [file for file in files if file.suffix == ".safetensors"]
+        return open_safetensors(weights), ends_in_files(weights)
+    header = open_gguf(gguf)
+    if (kind := header.scalars.get("general.architecture")) not in ARCHITECTURES:
+        raise Unsuitable(f"GGUF files of architecture {kind} are not described")
+    return tensors_of_gguf(header, config.num_attention_heads, config.num_key_value_heads), _ends(header.tensors)
 
 
 def _read_config(folder: Path) -> Any:
@@ -134,7 +137,7 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     module.load_state_dict({name: own[name] for name in module.state_dict() if name in own}, strict=False, assign=True)
     tokens = torch.arange(2, 10)[None] % runtime.vocab_size
     embedding = runtime.embed(tokens)
-    wanted = module.eval()(inputs_embeds=embedding, use_cache=False).last_hidden_state
+    wanted = module.eval()(inputs_embeds=embedding, use_cache=False, return_dict=True).last_hidden_state
     model = runtime.first_layers(number)
     cache = runtime.new_cache(1, 16)
     place = torch.arange(8)[None].contiguous()
@@ -157,6 +160,3 @@ def _numbers(runtime: NativeRuntime, num_layers: int) -> Iterator[tuple[str, Ten
         layer = name.removeprefix("model.layers.").partition(".")[0]
         if layer.isdecimal() and int(layer) < num_layers:
             yield name, native.unpack_rows(matrix, torch.arange(start, start + outputs))
-
-
-__all__ = ["NativeCache", "load_native"]
