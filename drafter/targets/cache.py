@@ -73,7 +73,8 @@ class _Store:
 
 def cache_keyword(decoder: nn.Module) -> str:
     """Name of the argument by which the decoder's forward takes a cache; transformers 5.24 renamed the argument."""
-    return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
+    takes = (inspect.signature(type(part).forward).parameters for part in decoder.modules())  # a wrapper takes anything
+    return next((name for names in takes for name in ("cache", "past_key_values") if name in names), "cache")
 
 
 class SlotCache(Cache):

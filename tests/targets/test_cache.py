@@ -3,11 +3,13 @@
 Folded attention (its numbers: test_target.py) in float64 forgets the slots.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.cache import CacheShape, SlotCache, folded_attention
+from drafter.targets.cache import CacheShape, SlotCache, cache_keyword, folded_attention
 
 SHAPE = CacheShape(num_layers=3, num_heads=2, key_dim=4, value_dim=5)
 ROWS, SLOTS = 4, 9
@@ -76,6 +78,29 @@ def test_copy_row_copies_a_prefix_only() -> None:
     for store, wanted in zip((cache.keys, cache.values), before, strict=True):
         wanted[:, 0, :, :5] = wanted[:, 2, :, :5]
         assert torch.equal(store, wanted)
+
+
+class Decoder(nn.Module):
+    def forward(self, cache: SlotCache) -> None: ...
+
+
+class OlderDecoder(nn.Module):
+    def forward(self, past_key_values: SlotCache) -> None: ...
+
+
+class Wrapper(nn.Module):
+    """A module that hands on whatever it gets."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("inner", "name"), [(Decoder(), "cache"), (OlderDecoder(), "past_key_values")])
+def test_the_cache_goes_by_the_name_that_the_model_has_for_it(inner: nn.Module, name: str) -> None:
+    assert cache_keyword(inner) == cache_keyword(Wrapper(inner)) == name
 
 
 HEADS, GROUPS, QUERIES, SLOTS, SIZE = 6, 2, 4, 40, 16
