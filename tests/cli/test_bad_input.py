@@ -55,9 +55,13 @@ def test_damaged_weights(target: str, drafter: str, refused: Refused, tmp_path: 
     refused(words, "--drafter", "cannot be read")
     (tmp_path / "target" / "model.safetensors").unlink()
     shutil.copy(Path(target) / "model.safetensors", tmp_path / "target" / "model-00001-of-00001.safetensors")
-    for index in ("[]", "[" * 50_000):
+    for index in ("[]", "[" * 50_000):  # the native runtime reads none
         (tmp_path / "target" / "model.safetensors.index.json").write_text(index)
-        words = [*decode(str(tmp_path / "target"), "--prompt", "hi"), "--runtime", "torch"]  # the native one reads no index
+        words = [
+            *decode(str(tmp_path / "target"), "--prompt", "hi"),
+            "--runtime",
+            "torch",
+        ]  # the native one reads no index
         refused(words, "--target", "cannot be loaded")
 
 
