@@ -1,0 +1,136 @@
+"""Described families against transformers, and the bits of a token in every company."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
+from drafter.kernels import native
+from drafter.runtimes.base import Slots
+from drafter.runtimes.loading import load_target
+from drafter.runtimes.native import family
+from drafter.targets.target import Target
+from tests.targets.zoo import TARGETS, VOCAB, build, generated, prompts_of
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
+FAMILIES = (
+    "Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Olmo2", "Phi3", "Gemma", "Gemma2", "Gemma3Text",
+    "Starcoder2",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    native.set_num_threads(1)
+
+
+def saved(kind: str, folder: Path, **changes: Any) -> Any:
+    """A random model of a family, whose vectors are random as well, in a folder."""
+    model = build(TARGETS[kind](**changes))
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, mean=float("weight" in kind), std=0.3)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def native_target(folder: Path, **options: Any) -> Target:
+    target = load_target(str(folder), device="cpu", **options)
+    assert target.runtime.name == "native"
+    return target
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    model = saved(kind, tmp_path)
+    target, prompts = native_target(tmp_path), prompts_of(5, 14)
+    token_BT = torch.tensor([prompts[1], prompts[1][::-1]])
+    output = target.forward(token_BT, context_layers=(0, 1, target.num_layers))
+    wanted = model(token_BT, output_hidden_states=True)
+    torch.testing.assert_close(target.logits(output.hidden_BTD), wanted.logits, rtol=1e-3, atol=1e-3)
+    states = torch.cat([wanted.hidden_states[layer] for layer in (0, 1, target.num_layers)], dim=2)
+    torch.testing.assert_close(output.context_BTC, states, rtol=1e-3, atol=1e-3)
+    for method in ("none", "lookup"):
+        for max_num_seqs in (1, 2):
+            engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=4))
+            answers = engine.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+            assert [answer.token_ids for answer in answers] == generated(model, prompts, 12), (method, max_num_seqs)
+
+
+def step(target: Target, cache: Any, token_T: Tensor, start: int, ancestor: Tensor | None, row: int = 0) -> Tensor:
+    """Logits of tokens behind ``start`` committed ones, float32 [T, V]."""
+    slot_T = torch.arange(start, start + len(token_T))
+    depth_T = torch.arange(len(token_T)) if ancestor is None else ancestor.sum(1) - 1
+    ancestor_BTT = None if ancestor is None else ancestor[None]
+    slots = Slots(slot_T[None], (start + depth_T)[None], ancestor_BTT, row, start + len(token_T))
+    return target.logits(target.forward(token_T[None], slots, cache).hidden_BTD)[0]
+
+
+@pytest.mark.parametrize("name", ["avx512-vnni", "avx-vnni", "avx2", "plain"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Gemma3Text", "Olmo2"])
+def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_threads(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    best = native.instructions()
+    if not native.use_instructions(name):
+        pytest.skip("this processor has no such instructions")
+    try:
+        saved(kind, tmp_path)
+        target = native_target(tmp_path)
+        token_T = torch.tensor(prompts_of(41)[0])
+        alone = target.new_cache(2, 64)
+        wanted = torch.cat([step(target, alone, token_T[at : at + 1], at, None) for at in range(41)])
+        for num_threads in (1, 2, 3):
+            native.set_num_threads(num_threads)
+            cache = target.new_cache(2, 64)
+            parts = [step(target, cache, token_T[at : at + 17], at, None, row=1) for at in range(0, 41, 17)]
+            assert torch.cat(parts).equal(wanted)
+            # A tree behind 30 tokens: the true path 30, 31, 32, 33 and other children beside it.
+            tree_T = torch.stack([token_T[30], token_T[31], token_T[5], token_T[32], token_T[6], token_T[33]])
+            parents = [-1, 0, 0, 1, 2, 3]
+            ancestor = torch.eye(6, dtype=torch.bool)
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    ancestor[node] |= ancestor[parent]
+            found = step(target, cache, tree_T, 30, ancestor, row=1)
+            assert found[[0, 1, 3, 5]].equal(wanted[30:34])
+            # The accepted path moves together, and the next token sees it there.
+            path = torch.tensor([[30, 31, 32, 33], [30, 31, 33, 35]])
+            cache.move_slots(path[[1, 1]], path[[0, 0]])
+            assert step(target, cache, token_T[34:35], 34, None, row=1).equal(wanted[34:35])
+            cache.copy_row(1, 0, 34)
+            assert step(target, cache, token_T[34:35], 34, None, row=0).equal(wanted[34:35])
+            # Both rows in one forward, the second as padding of the first.
+            token_BT = torch.stack([token_T[34:36], token_T[34:36]])
+            slot_BT = torch.tensor([[34, cache.spare_slot], [34, 35]])
+            slots = Slots(slot_BT, torch.tensor([[34, 35]] * 2), torch.ones(2, 2, 2, dtype=torch.bool).tril(), 0, 36)
+            logits = target.logits(target.forward(token_BT, slots, cache).hidden_BTD)
+            assert logits[0, 0].equal(wanted[34]) and logits[1].equal(wanted[34:36])
+    finally:
+        native.use_instructions(best)
+
+
+def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("Qwen3", tmp_path / "model")
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path))
+    monkeypatch.setitem(family.FAMILIES, "qwen3", lambda config: {"attention_scale": 0.7})
+    assert load_target(str(tmp_path / "model"), device="cpu").runtime.name == "torch"
+    with pytest.raises(ValueError, match="runtime native cannot run target .*other states than transformers'"):
+        load_target(str(tmp_path / "model"), device="cpu", runtime="native")
+    monkeypatch.undo()
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path))
+    assert native_target(tmp_path / "model").traits.is_exact
+    saved("Mixtral", tmp_path / "mixture")
+    assert load_target(str(tmp_path / "mixture"), device="cpu").runtime.name == "torch"
+    assert VOCAB == native_target(tmp_path / "model").vocab_size
