@@ -174,6 +174,7 @@ def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
 
     A weight that is no number becomes 0.
     """
+    num_inputs = weight_OI.shape[1]
     weight_OI = torch.nn.functional.pad(
         weight_OI.detach().float().nan_to_num(0.0, 0.0, 0.0), (0, -weight_OI.shape[1] % 32)
     )
@@ -183,9 +184,9 @@ def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
     rows = torch.cat([scale_OG1.view(torch.int8), integer_OGI], 2).flatten(1).contiguous()
     number, blocks = pack("Q8_0", [row.data_ptr() for row in rows], weight_OI.shape[1])
     bias = None if bias_O is None else bias_O.detach().float().contiguous()
-    return Matrix(
-        number, len(rows), weight_OI.shape[1], 1, blocks.data_ptr(), None if bias is None else bias.data_ptr()
-    ).keep(blocks, bias)
+    return Matrix(number, len(rows), num_inputs, 1, blocks.data_ptr(), None if bias is None else bias.data_ptr()).keep(
+        blocks, bias
+    )
 
 
 def search(drafter: Drafter, asked: Search) -> None:

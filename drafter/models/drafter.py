@@ -47,6 +47,8 @@ class TargetLike(Protocol):
     @property
     def output_weight_VD(self) -> Tensor: ...
 
+    def output_rows(self, token_X: Tensor) -> Tensor: ...
+
 
 class RnnCell(nn.Module):
     """The published cell: s' = SiLU(W e + U s + b) (arXiv 2403.09919, and Apple's ml-recurrent-drafter).
@@ -216,9 +218,8 @@ class RecurrentDrafter(nn.Module):
         config = self.config
         check_target(config, target)
         if config.head == "tied":
-            weight_VD = target.output_weight_VD
-            token_R = self.draft_token_ids_R.to(weight_VD.device)
-            rows_RD = weight_VD if len(token_R) == config.vocab_size else weight_VD[token_R]
+            is_whole = len(self.draft_token_ids_R) == config.vocab_size
+            rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
             self._pack_rows()
         return self
@@ -296,6 +297,11 @@ class RecurrentDrafter(nn.Module):
             return self.head.weight
         assert self.output_rows_RD is not None, "a tied head needs bind(target) before it can give logits"
         return self.output_rows_RD
+
+    def packed_rows(self) -> Any:
+        """The output matrix over the draft vocabulary in 8 bits, of the native step (:class:`native.Matrix`)."""
+        rows = self._packed_rows if isinstance(self._packed_rows, Int8Matrix) else Int8Matrix(self.output_rows())
+        return rows.matrix
 
     def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
         """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D].

@@ -53,14 +53,20 @@ class NativeSearch:
         downs = [native.round_matrix(part.down.weight) for part in parts if part.down is not None]
         cell_matrix = native.round_matrix(torch.cat([cell.w.weight, cell.u.weight], dim=1), cell.u.bias)
         head = native.round_matrix(drafter.head.weight) if config.head == "tied" else native.NO_MATRIX
-        rows = native.round_matrix(drafter.output_rows())
+        rows = drafter.packed_rows()
         array = native.Matrix * max(1, len(blocks))
         kept: dict[str, Any] = {
             "blocks": array(*blocks),
             "down": array(*downs),
             "odds": log_odds_X.float().contiguous(),
         }
-        embedding_VD = target.embedding_weight_VD.float().contiguous()
+        embedding, scale = getattr(target.runtime, "embedding_matrix", None), 1.0
+        if embedding is None:
+            kept["embedding"] = target.embedding_weight_VD.float().contiguous()
+        else:
+            kept["embedding"], scale = (native.Matrix * 1)(embedding), target.runtime.embedding_scale
+        address = kept["embedding"].data_ptr() if embedding is None else None
+        pointer = None if embedding is None else ctypes.cast(kept["embedding"], ctypes.POINTER(native.Matrix))
         self._native = native.Drafter(
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
@@ -69,8 +75,9 @@ class NativeSearch:
             blocks=ctypes.cast(kept["blocks"], ctypes.POINTER(native.Matrix)),
             head=head, rows=rows,
             token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=kept["odds"].data_ptr(),
-            copies=bool(log_odds_X.isfinite().any()), embedding=embedding_VD.data_ptr(), embedding_matrix_scale=1.0,
-        ).keep(cell_matrix, head, rows, *blocks, *downs, *kept.values(), index_V, embedding_VD)  # fmt: skip
+            copies=bool(log_odds_X.isfinite().any()), embedding=address, embedding_matrix=pointer,
+            embedding_matrix_scale=scale,
+        ).keep(cell_matrix, head, rows, *blocks, *downs, *kept.values(), index_V, embedding)  # fmt: skip
 
     @property
     def num_nodes(self) -> int:

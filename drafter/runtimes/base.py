@@ -111,6 +111,10 @@ class Runtime(Protocol[C]):
         """The output matrix as plain numbers, [V, D]; may be made at the first call."""
         ...
 
+    def output_rows(self, token_X: Tensor) -> Tensor:
+        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
+        ...
+
     def embed(self, token: Tensor) -> Tensor:
         """Input embeddings as the first layer gets them, scale included: int64 [...] -> [..., D]."""
         ...

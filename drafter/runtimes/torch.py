@@ -97,6 +97,10 @@ class TorchRuntime:
         """The output matrix as plain numbers, [V, D]."""
         return dense_weight(self.model.get_output_embeddings())
 
+    def output_rows(self, token_X: Tensor) -> Tensor:
+        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
+        return self.output_weight_VD[token_X.to(self.output_weight_VD.device)]
+
     @property
     def device(self) -> torch.device:
         """Device of the input embeddings, where token ids go."""

@@ -104,6 +104,10 @@ class Target:
         """The output matrix as plain numbers, [V, D]."""
         return self.runtime.output_weight_VD
 
+    def output_rows(self, token_X: Tensor) -> Tensor:
+        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
+        return self.runtime.output_rows(token_X)
+
     def embed(self, token_BT: Tensor) -> Tensor:
         """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
         return self.runtime.embed(token_BT)

@@ -110,3 +110,11 @@ def test_structures_are_those_of_the_library() -> None:
     """Sizes by C's rules: a field that one side lacks moves all behind."""
     assert ctypes.sizeof(native.Matrix) == 32 and ctypes.sizeof(native.Norm) == 32
     assert ctypes.sizeof(native.Layer) == 7 * 32 + 6 * 32 + 8
+
+
+def test_a_rounded_matrix_takes_any_number_of_inputs(instructions: str) -> None:
+    weight_OI, bias_O, x_XI = torch.randn(21, 45), torch.randn(21), torch.randn(2, 3, 45)
+    found = native.multiply(native.round_matrix(weight_OI, bias_O), x_XI)
+    torch.testing.assert_close(found, x_XI @ weight_OI.T + bias_O, rtol=0.05, atol=0.3)
+    big = native.multiply(native.round_matrix(torch.full((16, 45), torch.inf)), x_XI)
+    assert bool((big == 0).all()), "what is no number counts as 0"

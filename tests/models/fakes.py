@@ -22,6 +22,9 @@ class FakeTarget:
         default_factory=lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(7))
     )
 
+    def output_rows(self, token_X: Tensor) -> Tensor:
+        return self.output_weight_VD[token_X]
+
 
 def make_drafter(**changes: object) -> RecurrentDrafter:
     fields: dict[str, object] = {

@@ -53,9 +53,10 @@ struct Work {  // of one call: activations of N tokens
   float* row(long n) const { return rows + n * stride; }
   void close(int n, long inputs, const Matrix* consumers, int num) const {  // row(n) was written: place it as the next products read it
     bool as_numbers = false, as_integers = false;
+    for (long i = inputs; i < padded(inputs, GROUP); i++) row(n)[i] = 0;
     for (int i = 0; i < num; i++) if (is_there(consumers[i])) (rounds(consumers[i]) ? as_integers : as_numbers) = true;
-    if (as_numbers) place(input, n, row(n), inputs, padded(inputs, GROUP), false);
-    if (as_integers) place(input, n, row(n), inputs, padded(inputs, GROUP), true);
+    if (as_numbers) place(input, n, row(n), padded(inputs, GROUP), false);
+    if (as_integers) place(input, n, row(n), padded(inputs, GROUP), true);
   }
 };
 struct Product { const Matrix* matrix; float* to; };

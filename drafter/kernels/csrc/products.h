@@ -25,11 +25,10 @@ static int panel_rows(int N) {  // 1, 2, 3, 4, 6, 8 or 12: the rows that one tem
   return m <= 4 ? m : m <= 6 ? 6 : m <= 8 ? 8 : 12;
 }
 // Row n of the panels, from its numbers: as they are, or rounded.
-static void place(const Rows& to, int n, const float* x, long inputs, long padded_inputs, bool is_rounded) {
+static void place(const Rows& to, int n, const float* x, long padded_inputs, bool is_rounded) {
   const int R = to.rows, r = n % R; const Rows p = to.panel(n / R);
   if (!is_rounded) {
-    for (long k = 0; k < inputs; k++) p.x[k * R + r] = x[k];
-    for (long k = inputs; k < padded_inputs; k++) p.x[k * R + r] = 0;
+    for (long k = 0; k < padded_inputs; k++) p.x[k * R + r] = x[k];
     return;
   }
   for (long g = 0; g < padded_inputs / GROUP; g++, x += GROUP) {

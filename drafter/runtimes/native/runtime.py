@@ -237,6 +237,10 @@ class NativeRuntime:
         """The output matrix as plain numbers, [V, D]."""
         return native.unpack_rows(self.head, torch.arange(self.vocab_size))
 
+    def output_rows(self, token_X: Tensor) -> Tensor:
+        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
+        return native.unpack_rows(self.head, token_X)
+
     def output_entries(self, index: Tensor) -> Tensor:
         """Entries of the flattened output matrix: int64 [X] -> float32 [X]."""
         rows = native.unpack_rows(self.head, index // self.hidden_size)

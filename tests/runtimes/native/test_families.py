@@ -133,4 +133,4 @@ def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monk
     assert native_target(tmp_path / "model").traits.is_exact
     saved("Mixtral", tmp_path / "mixture")
     assert load_target(str(tmp_path / "mixture"), device="cpu").runtime.name == "torch"
-    assert VOCAB == native_target(tmp_path / "model").vocab_size
+    assert native_target(tmp_path / "model").vocab_size == VOCAB
