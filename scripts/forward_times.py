@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Time of one forward over 1 to 300 tokens, memory and start: this package beside llama.cpp, random weights.
 
-    python scripts/forward_times.py --ours bfloat16,int8,Q4_1 --llama-cpp BF16,Q8_0,Q4_0,Q4_1 \\
+    python scripts/forward_times.py --shape 1b --ours BF16,Q8_0,Q4_0,Q4_1 --llama-cpp BF16,Q8_0,Q4_0,Q4_1 \\
         --llama-cpp-python /path/to/python --out forward-times.jsonl
 
 A Llama of --shape gets random weights, the default target's tokenizer and a GGUF file for each format. Every engine
 runs in a process of its own, one after the other, round after round. Logits of all tokens are computed, as a tree needs
-them. `bfloat16`, `float32`, `int8` and `int4` load the BF16 file; another name is the file of that format, run from its
-own integers. The last table is a forecast, not a measurement.
+them. Eight tokens at once are compared with eight one by one, to the bit. The last table is a forecast, not a
+measurement.
 
 Shapes: B rows · N tokens of a row · S visible slots.
 """
@@ -30,13 +30,17 @@ from drafter.runtimes.loading import load_target
 from drafter.targets.catalog import gguf_file
 from drafter.targets.home import home_folder
 from drafter.targets.slots import Slots
-from drafter.targets.target import QUANTIZATIONS
 from drafter.utils.io import append, replacing
 from drafter.utils.provenance import run_record
 from drafter.utils.tables import format_table
 
 # hidden, intermediate, layers, heads, key/value heads; the vocabulary is the default target's
-SHAPES = {"tiny": (256, 512, 2, 4, 2), "1b": (2048, 8192, 16, 32, 8), "3b": (3072, 8192, 28, 24, 8)}
+SHAPES = {
+    "135m": (576, 1536, 30, 9, 3),
+    "tiny": (256, 512, 2, 4, 2),
+    "1b": (2048, 8192, 16, 32, 8),
+    "3b": (3072, 8192, 28, 24, 8),
+}
 SIZES = (1, 8, 16, 24, 300)
 NUM_CONTEXT, NUM_ROUNDS = 32, 8
 FORECAST_CORES = (2, 8, 16)
@@ -108,12 +112,10 @@ def random_file(shape: str, weights: str) -> Path:
 @torch.inference_mode()
 def measure_ours(name: str, shape: str) -> dict[str, Any]:
     """Times and memory of this process with one format of weights."""
-    dtype = {"bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16", "float32": "float32"}.get(name, "stored")
-    file = random_file(shape, name if dtype == "stored" else "BF16")
-    options: dict[str, Any] = {"dtype": dtype, "quantization": name if name in QUANTIZATIONS else "none"}
+    file = random_file(shape, name)
     with peak_memory(torch.device("cpu")) as memory:
         start = time.perf_counter()
-        target = load_target(str(file), device="cpu", runtime="auto", **options)
+        target = load_target(str(file), device="cpu")
         load_seconds = time.perf_counter() - start
         target.runtime.prepare_decoding()
         num_slots = NUM_CONTEXT + max(SIZES)
@@ -129,8 +131,14 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
                 target.logits(target.forward(token_BN, slots, cache).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
     ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
+    token_BN, position_BN = torch.arange(8)[None], NUM_CONTEXT + torch.arange(8)[None]
+    parts = [(token_BN, position_BN)], [(token_BN[:, [n]], position_BN[:, [n]]) for n in range(8)]
+    whole, single = (
+        torch.cat([target.forward(token, Slots(at, at, None), cache).hidden_BTD for token, at in each], dim=1)
+        for each in parts
+    )
     first_ms = times[SIZES[0]][0]
-    facts = {"dtype": str(target.dtype).removeprefix("torch."), "runtime": target.runtime.name}
+    facts = {"runtime": target.runtime.name, "bits_equal": whole.equal(single)}
     return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory["bytes"], **facts}
 
 
@@ -171,7 +179,7 @@ def forecast(ms: dict[str, float], cores: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1b", choices=SHAPES)
-    parser.add_argument("--ours", default="bfloat16,int8,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
+    parser.add_argument("--ours", default="BF16,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
     parser.add_argument("--llama-cpp", default="BF16,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and format (default: 2)")
