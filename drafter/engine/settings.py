@@ -33,10 +33,15 @@ _READ_BY: dict[Method, tuple[str, ...]] = {
     "draft-model": ("num_speculative_tokens",),
 }
 _LETTERS = {"beam_width": "W", "draft_length": "L", "tree_size": "N"}
-_SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
-_LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
-# Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured.
-# Each further token costs a CPU arithmetic; an accelerator waits for the weights up to some hundreds of tokens.
+# From the largest to the smallest.
+_TREES = (
+    {"beam_width": 8, "draft_length": 4, "tree_size": 24},
+    {"beam_width": 4, "draft_length": 3, "tree_size": 8},
+    {"beam_width": 2, "draft_length": 2, "tree_size": 4},
+    {"beam_width": 1, "draft_length": 1, "tree_size": 2},
+)
+# Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured and the
+# runtime does not say. An accelerator waits for the weights up to some hundreds of tokens.
 _CHEAP_TOKENS_CPU, _CHEAP_TOKENS = 16, 256
 
 
@@ -214,8 +219,9 @@ def resolve(
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:
         note = "; there is no drafter"
-    cheap = _CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS
-    default = _LARGE_TREE if plan.max_num_seqs * _LARGE_TREE["tree_size"] <= cheap else _SMALL_TREE
+    cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
+    is_large = plan.max_num_seqs * _TREES[0]["tree_size"] <= cheap
+    default = _TREES[0] if is_large else next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
     tree: dict[str, Any] = {}
     if method == "drafter" and drafter is not None:
         tree = _drafter_tree(config, default, len(drafter.draft_token_ids_R))
@@ -228,7 +234,7 @@ def resolve(
     switches = ["final beams"] * (config.tree_policy == "final-beams") + ["no copies"] * (config.copying is False)
     text = ", ".join(part for part in (method, numbers, *switches) if part)
     if method in ("drafter", "lookup") and is_open:
-        limit = cheap // tree["tree_size"]
+        limit = max(1, cheap // tree["tree_size"])
         text += f", plain decoding above {limit} rows" if limit < plan.max_num_seqs else ""
     reason = f"{text}: {_origin(config, method, target)}{note}"
     return replace(plan, **tree, max_drafted_rows=limit, reason=reason)

@@ -48,6 +48,7 @@ class Traits(NamedTuple):
         is_exact: tree, batch and chunk change no bit of a token's logits.
         is_sharded: other processes hold parts of the weights, and take part in every forward.
         has_plain_logits: logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap).
+        cheap_tokens: tokens that a forward verifies at little more than the cost of one; None: the device's default.
         layer_devices: where each layer computes; empty: all on one device.
     """
 
@@ -58,6 +59,7 @@ class Traits(NamedTuple):
     is_exact: bool = False
     is_sharded: bool = False
     has_plain_logits: bool = True
+    cheap_tokens: int | None = None
     layer_devices: tuple[torch.device, ...] = ()
 
 

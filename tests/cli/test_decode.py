@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -50,7 +51,11 @@ def test_decode_writes_answers(target: str, drafter: str, tmp_path: Path, capsys
     assert record["git_revision"] is None or len(record["git_revision"].removesuffix("+changes")) == 40
     engine = record["settings"]["engine"]
     tree = [engine[name] for name in ("method", "beam_width", "draft_length", "tree_size")]
-    assert engine["max_num_seqs"] == 2 and tree == ["drafter", 4, 3, 8]  # a CPU that nobody measured
+    assert engine["max_num_seqs"] == 2 and tree in (
+        ["drafter", 4, 3, 8],
+        ["drafter", 2, 2, 4],
+        ["drafter", 1, 1, 2],
+    )  # by the instructions
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["drafted.jsonl", "drafted.run.json"]
 
 
@@ -63,7 +68,7 @@ def test_decode_without_a_drafter(target: str, capsys: pytest.CaptureFixture[str
     assert shown.out.count("yes") == 6 and "no drafter" not in shown.err
     assert main(common) == 0
     shown = capsys.readouterr()
-    assert "drafting: lookup, N 8: default for a CPU; there is no drafter" in shown.err
+    assert re.search(r"drafting: lookup, N [248].*: default for a CPU; there is no drafter", shown.err)
     assert shown.out.count("yes") == 2
 
 

@@ -23,6 +23,8 @@ from drafter.runtimes.native.weights import Stored, matrix
 
 _LAYER = "model.layers.{}."
 _MOST_QUERIES = 32  # query heads that share a key head
+# Nodes that pay for one row, by instructions: more cost arithmetic (docs/performance.md).
+_CHEAP_TOKENS = {"avx512-vnni": 4, "avx-vnni": 4}
 _IGNORED = ("rotary_emb.inv_freq",)
 
 
@@ -80,7 +82,10 @@ class NativeRuntime:
         self._left = {name: each for name, each in tensors.items() if not name.endswith(_IGNORED)}
         self._is_rounded = number_format == "stored"
         self._target = "BF16" if number_format == "bfloat16" else None
-        self.traits = Traits(number_format, is_exact=True, has_plain_logits=self._has_plain_logits())
+        cheap = _CHEAP_TOKENS.get(native.instructions(), 2)
+        self.traits = Traits(
+            number_format, is_exact=True, has_plain_logits=self._has_plain_logits(), cheap_tokens=cheap
+        )
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
         # Each weight's matrix, first row there and outputs; norms and biases, as the module has them.
         self.places: dict[str, tuple[native.Matrix, int, int]] = {}
