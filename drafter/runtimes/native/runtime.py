@@ -78,6 +78,9 @@ class NativeRuntime:
         self.description = describe(config)
         self._config, self._adds_one = config, adds_one and self.description.adds_one
         self._left = {name: each for name, each in tensors.items() if not name.endswith(_IGNORED)}
+        for tensor, each in self._left.items():
+            if each.kind not in native.FORMATS:
+                raise Unsuitable(f"its weight {tensor} is stored as {each.kind}, which has no kernels")
         self._is_rounded = number_format == "stored"
         self._target = "BF16" if number_format == "bfloat16" else None
         self.traits = Traits(number_format, is_exact=True, has_plain_logits=self._has_plain_logits())
