@@ -17,6 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from drafter.kernels import native
 from drafter.runtimes.base import Unsuitable
+from drafter.runtimes.loading import load_target
+from drafter.runtimes.native.family import rotation_table
 from drafter.runtimes.native.weights import (
     GGUF,
     Stored,
@@ -26,6 +28,8 @@ from drafter.runtimes.native.weights import (
     tensors_of_gguf,
 )
 from tests.kernels.test_native import FLOATS, stored_rows
+from tests.targets.tiny_gguf import write_gguf as tiny_gguf
+from tests.targets.zoo import TARGETS, build
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
 
@@ -335,3 +339,46 @@ def test_no_description_of_tensors_in_gguf_raises_anything_else(infos: list[Info
     keys = [key("general.architecture", 8, text("llama"))]
     (tmp_path / "a.gguf").write_bytes(gguf_bytes(infos, keys, tensors=len(infos)))
     read_all(tmp_path / "a.gguf")
+
+
+# -- what becomes of odd checkpoints -----------------------------------------------------------------------------------
+
+
+def test_what_the_native_step_cannot_read_runs_in_torch(tmp_path: Path) -> None:
+    file = tiny_gguf(tmp_path / "a.gguf", matrices="Q5_0")
+    assert load_target(str(file), device="cpu").runtime.name == "torch"
+    with pytest.raises(ValueError, match=r"is stored as type 6 of GGUF, which has no kernels"):
+        load_target(str(file), device="cpu", runtime="native")
+    build(TARGETS["Llama"](tie_word_embeddings=True)).model.save_pretrained(
+        tmp_path / "bare"
+    )  # names without the module's first part
+    assert load_target(str(tmp_path / "bare"), device="cpu").runtime.name == "torch"
+    config = TARGETS["Llama"]()
+    config.rope_parameters["partial_rotary_factor"] = 2.0
+    with pytest.raises(Unsuitable, match="turns more numbers than a head has"):
+        rotation_table(config, None, 8)
+
+
+LAYER = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (LAYER, lambda norm: torch.ones(7), "the shape .7., and config.json asks for .32."),
+        (LAYER, lambda norm: norm * float("nan"), "are not finite"),
+        (LAYER, lambda norm: None, "not each of its 2 layers has a weight input_layernorm.weight"),
+        ("lm_head.weight", lambda weight: None, "no weight lm_head.weight"),
+        ("model.norm.weight", lambda norm: None, "no weight model.norm.weight"),
+        ("model.layers.0.self_attn.k_proj.weight", lambda weight: weight[:-1], "k_proj.weight has the shape"),
+    ],
+)
+def test_a_damaged_weight_is_named(name: str, damage: Any, said: str, tmp_path: Path) -> None:
+    build(TARGETS["Llama"]()).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    changed = {each: damage(weight) if each == name else weight for each, weight in weights.items()}
+    save_file({each: w.contiguous() for each, w in changed.items() if w is not None}, file, {"format": "pt"})
+    for runtime in ("native", "auto"):
+        with pytest.raises(ValueError, match=said if runtime == "native" else "cannot be loaded"):
+            load_target(str(tmp_path), device="cpu", runtime=runtime)
