@@ -249,7 +249,7 @@ def tensors_of_gguf(file: GGUF, num_heads: int, num_key_heads: int) -> dict[str,
         _, part, end = layer.groups() if layer else ("", *name.rpartition(".")[::2])
         to = names.get(part) if layer else _ENDS.get(part)
         heads = {"attn_q": num_heads, "attn_k": num_key_heads}.get(part)
-        if kind == "llama" and heads and not stored.shape[0] % (2 * heads):
+        if kind == "llama" and heads and stored.kind in _BLOCKS and not stored.shape[0] % (2 * heads):
             # Rows that rotate together are neighbours in the file, and half a head apart in transformers.
             order = np.arange(stored.shape[0]).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
             stored = stored._replace(order=order)
