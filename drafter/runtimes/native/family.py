@@ -164,6 +164,6 @@ def rotation_table(config: Any, kind: str | None, num_positions: int) -> tuple[T
         given = {} if kind is None else {"layer_type": kind}
         frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
     angle = torch.arange(num_positions).float()[:, None] * frequency.float()
-    if not math.isfinite(factor):
-        raise Unsuitable("its rotation has no finite scale")
+    if not math.isfinite(factor) or not 0 < 2 * len(frequency) <= head_dim_of(config):
+        raise Unsuitable("its rotation has no finite scale, or turns more numbers than a head has")
     return (angle.cos() * factor).contiguous(), (angle.sin() * factor).contiguous()

@@ -9,6 +9,8 @@ C context size.
 
 import ctypes
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
@@ -66,8 +68,8 @@ class NativeRuntime:
         adds_one: norms multiply by 1 + weight where the family's do; a GGUF file has the 1 in its weights already.
 
     Raises:
-        Unsuitable: the model is not described, or has weights that are not.
-        ValueError: a weight is missing, or has another shape than the configuration says.
+        Unsuitable: the model is not described, has weights that are not, or lacks some.
+        ValueError: a weight has another shape than the configuration says, or numbers that are none.
     """
 
     name = "native"
@@ -77,9 +79,15 @@ class NativeRuntime:
     def __init__(
         self, config: Any, tensors: Mapping[str, Stored], *, number_format: str = "stored", adds_one: bool = True
     ) -> None:
+        self._left = {name: each for name, each in tensors.items() if not name.endswith(_IGNORED)}
+        number_of = Counter(name.split(".", 3)[3] for name in self._left if re.match(r"model\.layers\.\d+\.", name))
+        if uneven := [name for name, number in number_of.items() if number != config.num_hidden_layers]:
+            raise Unsuitable(f"not each of its {config.num_hidden_layers} layers has a weight {min(uneven)}")
         self.description = describe(config)
         self._config, self._adds_one = config, adds_one and self.description.adds_one
-        self._left = {name: each for name, each in tensors.items() if not name.endswith(_IGNORED)}
+        for tensor, each in self._left.items():
+            if each.kind not in native.FORMATS:
+                raise Unsuitable(f"its weight {tensor} is stored as {each.kind}, which has no kernels")
         self._is_rounded = number_format == "stored"
         self._target = "BF16" if number_format == "bfloat16" else None
         cheap = _CHEAP_TOKENS.get(native.instructions(), 2)
@@ -109,7 +117,7 @@ class NativeRuntime:
         if heads % key_heads or heads // key_heads > _MOST_QUERIES or dim % 2:
             raise Unsuitable(f"{heads} query heads over {key_heads} key heads of {dim} numbers are not supported")
         embedding = self._matrix([("model.embed_tokens", self.vocab_size)], self.hidden_size)
-        is_tied = "lm_head.weight" not in self._left
+        is_tied = "lm_head.weight" not in self._left and getattr(config, "tie_word_embeddings", True)
         head = embedding if is_tied else self._matrix([("lm_head", self.vocab_size)], self.hidden_size)
         self.embedding_matrix, self.embedding_scale, self.head = embedding, said.embedding_scale, head
         layers = (native.Layer * num_layers)()
@@ -140,8 +148,9 @@ class NativeRuntime:
             names["before_mlp" if not (has_four or has_input) else "none"] = "none"
             names["after_attention" if has_input and not has_four else "none"] = "none"
             for field in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-                setattr(layer, field, self._norm(lead + names[field]))
-            layer.query, layer.key = self._norm(attention + "q_norm"), self._norm(attention + "k_norm")
+                setattr(layer, field, self._norm(lead + names[field], self.hidden_size))
+            layer.query = self._norm(attention + "q_norm", dim, query)
+            layer.key = self._norm(attention + "k_norm", dim, key)
             layer.rotary, layer.window = said.rotation_of[number], said.window_of[number]
         rotations = (native.Rotary * len(said.rotations))()
         model = native.Model(
@@ -150,9 +159,11 @@ class NativeRuntime:
             activation=native.ACTIVATIONS.index(said.activation), has_gate=has_gate, num_rotaries=len(rotations),
             input_scale=said.input_scale, attention_scale=said.attention_scale, attention_cap=said.attention_cap,
             residual_scale=said.residual_scale, layers=ctypes.cast(layers, ctypes.POINTER(native.Layer)),
-            rotaries=ctypes.cast(rotations, ctypes.POINTER(native.Rotary)), final_norm=self._norm("model.norm"),
-            head=head,
+            rotaries=ctypes.cast(rotations, ctypes.POINTER(native.Rotary)),
+            final_norm=self._norm("model.norm", self.hidden_size), head=head,
         )  # fmt: skip
+        if not model.final_norm.kind:
+            raise Unsuitable("it has no weight model.norm.weight")
         self._layers, self._rotations = layers, rotations
         self._tables: list[tuple[Tensor, Tensor]] = []
         return model
@@ -172,7 +183,7 @@ class NativeRuntime:
         for name, outputs in names:
             stored = self._take(name + ".weight", (outputs, inputs))
             if stored is None:
-                raise ValueError(f"the checkpoint lacks {name}.weight")
+                raise Unsuitable(f"it has no weight {name}.weight")
             parts.append(stored)
             biases.append(self._take(name + ".bias", (outputs,)))
         bias = None
@@ -201,19 +212,20 @@ class NativeRuntime:
         most = 3 if len(parts) == 3 else 2
         return [*zip(made, range(first), strict=True), *((native.NO_MATRIX, place) for place in range(first, most))]
 
-    def _norm(self, name: str) -> native.Norm:
-        stored = self._left.pop(name + ".weight", None)
+    def _norm(self, name: str, *sizes: int) -> native.Norm:
+        """A norm over one of the numbers of values; none where the checkpoint has none."""
+        found = self._left.get(name + ".weight")
+        size = found.shape[0] if found is not None and found.shape in [(size,) for size in sizes] else sizes[0]
+        stored = self._take(name + ".weight", (size,))
         if stored is None:
             return native.Norm()
-        weight = stored.vector() + float(self._adds_one)
-        self.num_parameters += len(weight)
+        weight, bias = stored.vector() + float(self._adds_one), self._take(name + ".bias", (size,))
         self.vectors[name + ".weight"] = weight - float(self.description.adds_one)
-        if not bool(weight.isfinite().all()):
-            raise ValueError(f"{name}.weight has numbers that are not finite: the checkpoint is damaged")
-        bias = self._left.pop(name + ".bias", None)
         vector = None if bias is None else bias.vector()
         if vector is not None:
             self.vectors[name + ".bias"] = vector
+        if not all(bool(each.isfinite().all()) for each in (weight, vector) if each is not None):
+            raise ValueError(f"{name} has numbers that are not finite: the checkpoint is damaged")
         self._kept.append((weight, vector))
         kind = native.NORMS["rms" if bias is None else "layer"]
         address = None if vector is None else vector.data_ptr()

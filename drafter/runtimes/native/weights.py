@@ -1,12 +1,13 @@
 """Tensors of a checkpoint where they lie: safetensors and GGUF files mapped into memory, and blocks made of their rows.
 
-Both readers check names, types, shapes and offsets against the file before anything is read. Sources: the formats'
-own specifications.
+Both readers check names, types, shapes and offsets against the file before anything is read, and that no byte belongs
+to two tensors, so that what is read is never more than the file. Sources: the formats' own specifications.
 """
 
 import json
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 
 from drafter.kernels import native
+from drafter.runtimes.base import Unsuitable
 
 _MOST_HEADER = 100 << 20  # bytes, of a safetensors file
-_SAFETENSORS = {"F32": "F32", "BF16": "BF16", "F16": "F16"}
+_MOST_VALUES = 1 << 24  # of a list or a text in the header of a GGUF file
+_MOST_SIZES = 8  # of a shape
+_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Of GGUF: number -> (kind, numbers of a block, its bytes).
 _GGUF = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34),
@@ -35,7 +39,7 @@ class Stored(NamedTuple):
     """A tensor in a mapped file.
 
     Attributes:
-        kind: one of :data:`drafter.kernels.native.FORMATS`.
+        kind: one of :data:`drafter.kernels.native.FORMATS`, or another type of the file's, which has no reader here.
         shape: outputs and inputs, or one size.
         data: its bytes, uint8 [rows, bytes of a row].
         order: the rows as they are read; None: as they lie.
@@ -47,9 +51,11 @@ class Stored(NamedTuple):
     order: np.ndarray | None = None
 
     def vector(self) -> Tensor:
-        """The numbers of a float tensor, float32 in the tensor's shape."""
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[self.kind]
-        return torch.from_numpy(self.data.copy()).view(dtype).float().view(self.shape)
+        """The numbers of a float tensor, float32 in the tensor's shape (ValueError: it has blocks of integers)."""
+        if self.kind not in _FLOATS:
+            raise ValueError(f"a vector of shape {list(self.shape)} is stored as {self.kind}: the file is damaged")
+        numbers = torch.from_numpy(self.data.copy()).view(_FLOATS[self.kind]).float().view(self.shape)
+        return numbers if self.order is None else numbers[torch.from_numpy(self.order)]
 
 
 def open_safetensors(files: Iterable[Path]) -> dict[str, Stored]:
@@ -57,6 +63,7 @@ def open_safetensors(files: Iterable[Path]) -> dict[str, Stored]:
 
     Raises:
         ValueError: a header that does not describe its file; names the file.
+        Unsuitable: two files have a tensor of one name.
     """
     found: dict[str, Stored] = {}
     for file in files:
@@ -65,26 +72,48 @@ def open_safetensors(files: Iterable[Path]) -> dict[str, Stored]:
         if len(memory) < 8 or not 0 < size <= min(len(memory) - 8, _MOST_HEADER):
             raise ValueError(f"{file} is damaged: its header of {size} bytes does not fit the file")
         try:
-            header = json.loads(memory[8 : 8 + size].tobytes())
+            header = json.loads(memory[8 : 8 + size].tobytes(), object_pairs_hook=_named_once)
             tensors = {name: each for name, each in header.items() if name != "__metadata__"}
             places = {name: _place(each, 8 + size, len(memory)) for name, each in tensors.items()}
+            _check_apart((start, stop, name) for name, (_, _, start, stop) in places.items())
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged: its header is no description of tensors ({error})") from error
+        if twice := places.keys() & found.keys():
+            raise Unsuitable(f"more than one of its files has the tensor {min(twice)}")
         for name, (kind, shape, start, stop) in places.items():
-            if kind in _SAFETENSORS:
-                found[name] = Stored(kind, shape, memory[start:stop].reshape(shape[0] if shape else 1, -1))
+            found[name] = Stored(
+                kind, shape, memory[start:stop].reshape(shape[0] if shape and kind in _FLOATS else 1, -1)
+            )
+    return found
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice")
     return found
 
 
 def _place(each: dict[str, Any], start: int, end: int) -> tuple[str, tuple[int, ...], int, int]:
-    kind, shape, (first, last) = each["dtype"], tuple(each["shape"]), each["data_offsets"]
-    if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
+    """A tensor's kind, shape, first byte and last byte plus 1 in a file of ``end`` bytes with its data at ``start``."""
+    kind, shape, (first, last) = each["dtype"], tuple(each["shape"][:_MOST_SIZES]), each["data_offsets"]
+    if type(kind) is not str or len(kind) > 32 or len(shape) < len(each["shape"]):
+        raise ValueError("a type or a shape is none")
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in (*shape, first, last)):
         raise ValueError("a size is no number")
-    if kind in _SAFETENSORS and (not all(shape) or last - first != _BLOCKS[kind][1] * math.prod(shape)):
+    if kind in _FLOATS and (not all(shape) or last - first != _BLOCKS[kind][1] * math.prod(shape)):
         raise ValueError(f"{last - first} bytes for the shape {list(shape)} of {kind}")
     if not start + first <= start + last <= end:
         raise ValueError("a tensor ends behind the file")
     return kind, shape, start + first, start + last
+
+
+def _check_apart(places: Iterable[tuple[int, int, str]]) -> None:
+    """ValueError if two tensors, given as first byte, last byte plus 1 and name, share a byte."""
+    end = 0
+    for start, stop, name in sorted(places):
+        if start < end:
+            raise ValueError(f"{name[:80]!r} overlaps another tensor")
+        end = stop
 
 
 class GGUF(NamedTuple):
@@ -117,8 +146,8 @@ def _read_gguf(memory: np.ndarray) -> GGUF:
         nonlocal at
         (size,) = struct.unpack_from("<Q", view, at)
         at += 8 + size
-        if at > len(view):
-            raise ValueError("a name ends behind the file")
+        if at > len(view) or size > _MOST_VALUES:
+            raise ValueError(f"a text of {size} bytes")
         return str(view[at - size : at], "utf-8")
 
     def value(kind: int) -> Any:
@@ -132,7 +161,7 @@ def _read_gguf(memory: np.ndarray) -> GGUF:
             return found
         inner, number = struct.unpack_from("<IQ", view, at)
         at += 12
-        if number > len(view):
+        if number > _MOST_VALUES:
             raise ValueError(f"a list of {number} values")
         if inner == _STRING:
             unpack = struct.Struct("<Q").unpack_from
@@ -149,49 +178,48 @@ def _read_gguf(memory: np.ndarray) -> GGUF:
     scalars: dict[str, Any] = {}
     for _ in range(num_keys):
         key = text()
+        if key in scalars:
+            raise ValueError(f"{key[:80]!r} twice")
         (kind,) = struct.unpack_from("<I", view, at)
         at += 4
         scalars[key] = value(kind)
-    infos = []
+    infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name = text()
+        if name in infos:
+            raise ValueError(f"{name[:80]!r} twice")
         (rank,) = struct.unpack_from("<I", view, at)
         if not 1 <= rank <= 4:
-            raise ValueError(f"{name} has {rank} dimensions")
+            raise ValueError(f"{name[:80]!r} has {rank} dimensions")
         *sizes, kind, offset = struct.unpack_from(f"<{rank}QIQ", view, at + 4)
         at += 4 + 8 * rank + 12
-        infos.append((name, tuple(reversed(sizes)), kind, offset))
+        infos[name] = tuple(reversed(sizes)), kind, offset
     alignment = scalars.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
         raise ValueError(f"an alignment of {alignment}")
     start = -(-at // alignment) * alignment
     tensors: dict[str, Stored] = {}
-    for name, shape, number, offset in infos:
-        if name in tensors:
-            raise ValueError(f"{name} twice")
-        if number not in _GGUF:
-            continue  # refused where the model asks for the tensor
-        kind, block, size = _GGUF[number]
-        count = math.prod(shape)
-        num_bytes = count // block * size
-        if not count or shape[-1] % block or start + offset + num_bytes > len(view):
-            raise ValueError(f"{name}, {kind} {list(shape)}, does not fit the file")
-        place = start + offset
-        tensors[name] = Stored(kind, shape, memory[place : place + num_bytes].reshape(count // shape[-1], -1))
+    places = []
+    for name, (shape, number, offset) in infos.items():
+        kind, block, size = _GGUF.get(number, (f"type {number} of GGUF", 1, 0))  # the last: refused by who asks for it
+        place, num_bytes = start + offset, math.prod(shape) // block * size
+        if not all(shape) or shape[-1] % block or offset % alignment or place + num_bytes > len(view):
+            raise ValueError(f"{name[:80]!r}, {kind} {list(shape)}, does not fit the file")
+        rows = math.prod(shape[:-1]) if size else 1
+        tensors[name] = Stored(kind, shape, memory[place : place + num_bytes].reshape(rows, -1))
+        places.append((place, place + num_bytes, name))
+    _check_apart(places)
     return GGUF(scalars, tensors)
 
 
-# Names of transformers, with the layer's number in place of {}, by the names of GGUF.
+# Names of transformers by the names of GGUF: of the model, and of a layer.
+_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm": "model.norm",
-    "output": "lm_head",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_qkv": "self_attn.qkv_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
@@ -204,32 +232,29 @@ _FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3", "granite", "mistral")
-_SWAPPED = ("llama", "granite", "mistral", "smollm3")  # rows of query and key stand in pairs of neighbours
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")  # whose configuration transformers reads from the file
+_IGNORED = "rope_freqs.weight"  # a scaled rotation, which the configuration has
 
 
 def tensors_of_gguf(file: GGUF, num_heads: int, num_key_heads: int) -> dict[str, Stored]:
-    """The tensors of a GGUF file by the names of transformers, with the rows of query and key in its order."""
+    """The tensors of a GGUF file by the names of transformers, with the rows of query and key in its order.
+
+    Those without a name there keep the file's, so that whoever has no place for one says so.
+    """
     kind = file.scalars.get("general.architecture")
     names = _NAMES | (_FOUR_NORMS if kind in ("gemma2", "gemma3") else {})
     found: dict[str, Stored] = {}
     for name, stored in file.tensors.items():
-        stem, _, end = name.rpartition(".")
-        lead = "model.layers.{}."
-        if stem.startswith("blk."):
-            _, number, part = stem.split(".", 2)
-            to = names.get(part)
-            to = None if to is None else f"{lead.format(number)}{to}.{end}"
-        else:
-            part, to = stem, names.get(name) or (f"{names[stem]}.{end}" if stem in names else None)
-        if to is None:
-            continue
+        layer = re.fullmatch(r"blk\.([0-9]+)\.(.+)\.(weight|bias)", name)
+        _, part, end = layer.groups() if layer else ("", *name.rpartition(".")[::2])
+        to = names.get(part) if layer else _ENDS.get(part)
         heads = {"attn_q": num_heads, "attn_k": num_key_heads}.get(part)
-        if kind in _SWAPPED and heads and end == "weight":
-            half = stored.shape[0] // heads // 2
-            order = np.arange(stored.shape[0]).reshape(heads, half, 2).transpose(0, 2, 1).reshape(-1)
+        if kind == "llama" and heads and stored.kind in _BLOCKS and not stored.shape[0] % (2 * heads):
+            # Rows that rotate together are neighbours in the file, and half a head apart in transformers.
+            order = np.arange(stored.shape[0]).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
             stored = stored._replace(order=order)
-        found[to] = stored
+        if name != _IGNORED:
+            found[name if to is None else f"{f'model.layers.{layer[1]}.' if layer else ''}{to}.{end}"] = stored
     return found
 
 
@@ -245,6 +270,7 @@ def matrix(parts: Sequence[Stored], *, is_rounded: bool, target: str | None, bia
     Raises:
         ValueError: a scale is no finite number.
     """
+    assert len({(part.kind, part.shape[1:]) for part in parts}) == 1, "parts differ"
     rows: list[int] = []
     for part in parts:
         if part.kind in _SCALES:
@@ -252,7 +278,7 @@ def matrix(parts: Sequence[Stored], *, is_rounded: bool, target: str | None, bia
         starts = part.data.ctypes.data + np.arange(len(part.data)) * part.data.strides[0]
         rows += (starts if part.order is None else starts[part.order]).tolist()
     inputs = parts[0].shape[1]
-    number, blocks = native.pack(parts[0].kind, rows, inputs, target if parts[0].kind in _SAFETENSORS else None)
+    number, blocks = native.pack(parts[0].kind, rows, inputs, target if parts[0].kind in _FLOATS else None)
     return native.Matrix(
         number, len(rows), inputs, is_rounded, blocks.data_ptr(), None if bias is None else bias.data_ptr()
     ).keep(blocks, bias)
