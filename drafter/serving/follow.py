@@ -91,7 +91,8 @@ class Follower:
         """Load in a thread that no end of the process waits for: a read of a broken disk may never return."""
         if not self._loading.done():
             raise TimeoutError("an earlier load of the drafter still hangs")
-        self._loading = loading = Future()
+        loading: Future[RecurrentDrafter] = Future()
+        self._loading = loading
 
         def load() -> None:
             try:

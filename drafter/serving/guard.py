@@ -106,13 +106,11 @@ class Guard:
                 self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
     def _check(self, scope: Scope) -> None:
-        """ApiError for another host, for an ambiguous body and, under ``/v1``, for a wrong key and a body that is not JSON."""
+        """ApiError for another host or an ambiguous body; under ``/v1`` also for a wrong key or another type of body."""
         headers = Headers(scope=scope)
         name = host_of(headers.get("host", ""))
         if name and self._hosts is not None and name not in self._hosts and not _is_address(name):
-            message = (
-                f"this server is not {printable(name, 100)!r}: use its --host or address, or set a key (--api-key)"
-            )
+            message = f"this server is not {printable(name, 100)!r}: use its address, or set a key (--api-key)"
             raise ApiError(403, message, code="wrong_host", headers=_CLOSE)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy may find another end of the body, and read the rest as a further request.

@@ -205,14 +205,9 @@ class ApiProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP, such as a wrong length of a chunk, in the API's form."""
         response = respond(ApiError(400, msg))
-        event: h11.Event
-        for event in (
-            h11.Response(
-                status_code=400, headers=[*response.raw_headers, (b"connection", b"close")], reason=b"Bad Request"
-            ),
-            h11.Data(data=bytes(response.body)),
-            h11.EndOfMessage(),
-        ):
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        start = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

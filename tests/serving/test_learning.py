@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drafter.models.drafter import RecurrentDrafter
 from drafter.serving import follow
 from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
@@ -20,7 +21,7 @@ from drafter.utils.io import replacing
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.test_limits import BODY, CHAT, LONG, key
 from tests.serving.test_record import rows_of
-from tests.serving.tiny import break_for_good, tiny_drafter, tiny_engine
+from tests.serving.tiny import break_for_good, failing_once, tiny_drafter, tiny_engine
 
 RELOAD = "/v1/drafter/reload"
 
@@ -190,3 +191,21 @@ def test_a_server_without_a_drafter_has_nothing_to_reload_or_follow(idle: Live) 
         ServeOptions(target=MODEL, follow=True)
     with pytest.raises(ValueError, match="--follow watches a folder, and --drafter a/hub-id is none"):
         create_app(tiny_engine(), ServeOptions(target=MODEL, drafter="a/hub-id", follow=True))
+
+
+def test_drafts_that_fail_are_counted_and_an_extreme_drafter_is_refused(drafter: Path) -> None:
+    engine = tiny_engine()
+    engine.proposer.draft = failing_once(engine.proposer.draft, RuntimeError("a product refuses NaN"))
+    with live_server(engine, drafter=str(drafter)) as server, server.http() as http:
+        found = http.post(CHAT, json=BODY)
+        wanted = offline(BODY["messages"], max_new_tokens=BODY["max_tokens"]).text
+        assert found.json()["choices"][0]["message"]["content"] == wanted
+        assert server.metric("failed_drafts_total") == 1 and server.metric("failed_steps_total", cause="error") == 0
+        with replacing(drafter) as new:
+            extreme = RecurrentDrafter(tiny_drafter().config)
+            for weight in extreme.parameters():
+                weight.data.uniform_(-1e20, 1e20)
+            extreme.save_pretrained(new)
+        refused = http.post(RELOAD, json={})
+        assert refused.status_code == 409 and "not finite" in refused.json()["error"]["message"]
+        assert http.post(CHAT, json=BODY).status_code == 200

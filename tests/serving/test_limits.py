@@ -63,7 +63,7 @@ def test_keys(strict: Live) -> None:
 def test_bodies_that_are_too_large_or_no_json(live: Live, http: httpx.Client) -> None:
     declared = {"Content-Type": "application/json"}
     assert http.post(CHAT, json=LARGE).status_code == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
     assert raw(live, head + b"Content-Length: 3000000\r\n\r\n").startswith(b"HTTP/1.1 413"), "no body was asked for"
     chunked = (b" " * 10_000 for _ in range(300))
     assert http.post(CHAT, content=chunked, headers=declared).status_code == 413, "no length declared"
@@ -116,7 +116,7 @@ def test_full_queue(strict: Live) -> None:
 def test_hang_ups_free_their_rows(strict: Live, is_stream: bool) -> None:
     before = strict.metric("requests_total", outcome="hung_up")
     body = json.dumps(LONG | {"stream": is_stream}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first-key\r\nContent-Type: application/json\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Type: application/json\r\n"
     whole = head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
     sockets = [connect(strict, whole) for _ in range(3)]  # two run, one waits
     strict.wait_until(lambda: strict.metric("active_rows") == 2 and strict.metric("queue_depth") == 1)
