@@ -28,9 +28,11 @@ from drafter.proposers.beam import BeamProposer
 from drafter.proposers.draft_model import DraftModelProposer
 from drafter.proposers.lookup import LookupProposer
 from drafter.proposers.options import Drafting
+from drafter.proposers.trial import check_drafts
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
+_MOST_VAIN_STEPS = 256  # of a row, without an accepted token: nearly all drafters have one within ten
 _NO_OPTIONS = RequestOptions()
 
 
@@ -87,6 +89,7 @@ class Engine:
         self._runner: Runner | None = None
         self._ids = count()
         self._is_arranged = True
+        self._num_vain_steps = 0
 
     @classmethod
     def load(cls, target: str, drafter: str | None = None, **settings: Any) -> "Engine":
@@ -267,6 +270,8 @@ class Engine:
         updates = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
         if self._sizer is not None and proposer is not self._plain:
             self._sizer.observe([len(each.token_ids) - 1 for each in updates if each.request.options.speculate])
+        if self.plan.method == "drafter" and proposer is not self._plain:
+            self._watch([update for update in updates if update.request.options.speculate])
         for place, update in enumerate(updates):
             taken = update.request.extend(update.token_ids)
             logprobs = update.logprobs and update.logprobs[: len(taken)]
@@ -291,6 +296,7 @@ class Engine:
         if self._runner is not None:
             self._runner.warm_up([proposer, *by_tree.values()])
         self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
+        self._num_vain_steps = 0
         if self._sizer is not None:
             self._sizer.forget()
 
@@ -317,13 +323,41 @@ class Engine:
 
     def forget(self) -> None:
         """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
+        self._num_vain_steps = 0
         if self._sizer is not None:
             self._sizer.forget()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    @property
+    def num_failed_drafts(self) -> int:
+        """Steps that went on without drafts, because the drafts failed."""
+        return 0 if self._runner is None else self._runner.num_failed_drafts
+
+    def _watch(self, updates: Sequence[Update]) -> None:
+        """End drafting after many steps in vain: such drafts only cost time."""
+        before = self._num_vain_steps
+        for update in updates:
+            self._num_vain_steps = self._num_vain_steps + 1 if len(update.token_ids) == 1 else 0
+        if before < _MOST_VAIN_STEPS <= self._num_vain_steps:
+            _log.warning(
+                "no drafted token was accepted in %d steps: decoding goes on without drafts; `drafter tune` measures "
+                "whether this drafter pays, `drafter evaluate` what it accepts",
+                self._num_vain_steps,
+            )
+
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
-        """The proposer with the most nodes, and the proposers of all trees that the sizer may choose."""
+        """The proposer with the most nodes, and the proposers of all trees that the sizer may choose.
+
+        Raises:
+            ValueError: a model does not fit, or the drafter's numbers over real texts are not finite.
+        """
+        most, by_tree = self._untried_proposers(drafter)
+        if isinstance(most, BeamProposer):
+            check_drafts(most.drafter, self.target, most.length)
+        return most, by_tree
+
+    def _untried_proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
         if self._sizer is None:
             return self._new_proposer(self.plan, drafter), {}
         trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)
@@ -364,7 +398,11 @@ class Engine:
     def _proposer_for(self, active: list[Request]) -> Proposer:
         """The proposer of this step."""
         most = self.plan.max_drafted_rows
-        is_plain = not any(item.options.speculate for item in active) or (most is not None and len(active) > most)
+        is_plain = (
+            self._num_vain_steps >= _MOST_VAIN_STEPS
+            or not any(item.options.speculate for item in active)
+            or (most is not None and len(active) > most)
+        )
         if is_plain and not self.proposer.reads_every_token:
             return self._plain
         if self._sizer is not None:

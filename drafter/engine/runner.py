@@ -4,6 +4,7 @@ Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L dra
 C context size · S slots of a row · R rows with log-probabilities · K listed tokens.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import psutil
@@ -12,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Compiler, Proposer, RowState
+from drafter.decoding.proposer import Compiler, Proposer, RootOnly, RowState
 from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
@@ -21,7 +22,9 @@ from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.targets.slots import Slots, TargetOutput
 from drafter.targets.target import Target
+from drafter.utils.io import first_line
 
+_log = logging.getLogger(__name__)
 _NO_PARAMS = SamplingParams()  # of rows without a request
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
 
@@ -35,6 +38,9 @@ class Runner:
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
         compiler: compiles the parts of a step.
+
+    Attributes:
+        num_failed_drafts: steps that went on without drafts, because the drafts failed.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Runner:
         self.target = target
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
+        self.num_failed_drafts = 0
         self._context_layers = context_layers
         self._is_rejection = plan.verify == "rejection"
         device = target.device
@@ -157,7 +164,7 @@ class Runner:
         )
         has_noise = warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
-        candidates = proposer.propose(rows, noise_BLV)
+        candidates = self._propose(proposer, rows, noise_BLV, is_trial=not requests)
         plain_rows = [request.row for request in requests if not request.options.speculate]
         if plain_rows and proposer.max_depth > 0:
             candidates = self._without_drafts(candidates, plain_rows)
@@ -166,6 +173,22 @@ class Runner:
         results = self._results(candidates, accepted, logits_BNV, emitted_BL, requests)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
         return self._hand_out(results, requests)
+
+    def _propose(self, proposer: Proposer, rows: RowState, noise_BLV: Tensor | None, *, is_trial: bool) -> Candidates:
+        """The trees of a step; their roots alone where the drafts fail, because no draft may end an answer."""
+        try:
+            return proposer.propose(rows, noise_BLV)
+        except Exception as error:
+            if is_trial or is_out_of_memory(error):
+                raise
+            if not self.num_failed_drafts:
+                _log.warning("a step goes on without drafts, which failed: %s", first_line(error))
+            self.num_failed_drafts += 1
+        candidates = RootOnly(proposer.num_nodes).propose(rows, noise_BLV)
+        if self._is_rejection:  # padding has no q, but the rule reads one
+            shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
+            candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
+        return candidates
 
     def _results(
         self,
@@ -367,6 +390,11 @@ def _tree_of(tokens: list[int], parents: list[int], is_node: list[int], path: li
     place = {node: index for index, node in enumerate(kept)}
     nodes = [tokens[node] for node in kept], [place[parents[node]] for node in kept]
     return StepTree(*nodes, [place[node] for node in path], bonus_id)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a step failed because memory ran out."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -25,7 +27,7 @@ from drafter.engine.request import RequestOptions
 from drafter.serving.answers import Answer, Model
 from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
-from drafter.serving.guard import Guard, respond
+from drafter.serving.guard import Guard, host_of, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation, error_of
@@ -39,6 +41,7 @@ _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_log = logging.getLogger("drafter.serving")
 _LEAST_BODY_BYTES = 2 * 2**20  # largest body, unless the rows are long
 _TOKEN_BYTES = 32  # of a body for each token of a row: text has about four, a list of token ids seven
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
@@ -63,7 +66,7 @@ class Server:
         self.model = Model(options.served_name, fingerprint, target.tokenizer)
         self.max_length = min(engine.plan.max_model_len, target.max_length)
         self.encoder = Encoder(
-            target.tokenizer, target.name, self.max_length, escape_special_tokens=options.escape_special_tokens
+            target.tokenizer, options.served_name, self.max_length, escape_special_tokens=options.escape_special_tokens
         )
         self.follower = None
         if options.drafter_used is not None and engine.drafter is not None:
@@ -106,9 +109,19 @@ class Server:
         try:
             is_replaced = await self.follower.reload()
         except Exception as error:  # whatever a damaged folder raises
-            message = f"the old drafter stays: {first_line(error)}"
+            _log.warning("a reload was refused, and the old drafter stays: %s", first_line(error))
+            message = f"the old drafter stays: {self._without_paths(first_line(error))}"
             raise ApiError(409, message, code="drafter_refused") from error
         return {"drafter": self.follower.digest, "replaced": is_replaced}
+
+    def _without_paths(self, text: str) -> str:
+        """An error's text for clients, who need not know where the server keeps its models."""
+        assert self.follower is not None
+        folder, target = self.follower.folder, self.worker.engine.target.name
+        names = {str(folder.resolve()): folder.name, str(folder): folder.name, target: self.model.name}
+        for path in sorted(names, key=len, reverse=True):
+            text = text.replace(path, names[path])
+        return text
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -203,6 +216,12 @@ def _seed(body: Generation, choice: int) -> int:
     return secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
 
 
+def _hosts(options: ServeOptions) -> frozenset[str]:
+    """The names of this server: of the loopback, of the options, and of the machine."""
+    sites = [host_of(origin.partition("://")[2]) for origin in options.cors_origin]
+    return frozenset(map(str.lower, ("localhost", options.host, socket.gethostname(), *sites)))
+
+
 def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     """The application around an engine; ``app.state.server`` is its :class:`Server`.
 
@@ -215,9 +234,14 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     """
     server = Server(engine, options)
     app = FastAPI(title="Drafter", version="1", lifespan=lambda _: server.running(), docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # a redirect would name the host that the client named
     app.state.server = server
     max_body_bytes = max(_LEAST_BODY_BYTES, _TOKEN_BYTES * server.max_length)
-    app.add_middleware(Guard, api_keys=options.api_keys, max_body_bytes=max_body_bytes, metrics=server.metrics)
+    # A key keeps strangers out; without one, the host does: a web site whose name leads to this machine's address.
+    hosts = None if options.api_keys or "*" in options.cors_origin else _hosts(options)
+    app.add_middleware(
+        Guard, api_keys=options.api_keys, hosts=hosts, max_body_bytes=max_body_bytes, metrics=server.metrics
+    )
     if options.cors_origin:  # the outermost layer, so that pages can read errors as well
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
     for kind in (RequestValidationError, HTTPException, Exception):

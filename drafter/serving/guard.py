@@ -1,7 +1,8 @@
 """The guard in front of the application: key, type and size of a request, and the count of outcomes."""
 
 import hmac
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError
 from drafter.serving.stream import CLOSED_BY_CLIENT, STATUS
+from drafter.utils.io import printable
 
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 _GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -21,18 +23,44 @@ def respond(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
+def host_of(host: str) -> str:
+    """The host of ``host:port`` in lower case, without port and brackets."""
+    name = host.strip().lower()
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 class Guard:
-    """ASGI middleware that checks key, type and size of every request under ``/v1``, and counts outcomes.
+    """ASGI middleware: checks the host of every request, key, type and size under ``/v1``, and counts outcomes.
 
     Args:
         app: the application behind the guard.
         api_keys: a request needs one of these keys; without any, no request needs a key.
+        hosts: names of this server. A request for another name is refused: a page of any web site whose name leads to
+            this server's address reads the answers as its own. Numeric addresses pass, which no site can claim. None:
+            any name.
         max_body_bytes: size limit. A larger body is refused before its end.
         metrics: counters of the server.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str],
+        hosts: Collection[str] | None,
+        max_body_bytes: int,
+        metrics: Metrics,
+    ) -> None:
         self._app = app
+        self._hosts = hosts
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
@@ -78,8 +106,12 @@ class Guard:
                 self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
     def _check(self, scope: Scope) -> None:
-        """ApiError for an ambiguous body and, under ``/v1``, for a wrong key and a body that is not JSON."""
+        """ApiError for another host or an ambiguous body; under ``/v1`` also for a wrong key or another type of body."""
         headers = Headers(scope=scope)
+        name = host_of(headers.get("host", ""))
+        if name and self._hosts is not None and name not in self._hosts and not _is_address(name):
+            message = f"this server is not {printable(name, 100)!r}: use its address, or set a key (--api-key)"
+            raise ApiError(403, message, code="wrong_host", headers=_CLOSE)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy may find another end of the body, and read the rest as a further request.
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"

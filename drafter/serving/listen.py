@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket as sockets
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import Server, create_app
+from drafter.serving.guard import respond
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
+from drafter.serving.protocol import ApiError
 from drafter.utils.io import first_line
 from drafter.utils.options import part_of
 
@@ -25,6 +28,7 @@ _log = logging.getLogger("drafter.serving")
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
 _LOOPBACK = ("127.", "::1", "localhost")
+_END_SECONDS = 20.0  # from the end of the drain to the end of the process, whatever its threads do
 REQUEST_SECONDS = 30  # from the start of a connection or the first byte of a request to the end of the request
 
 
@@ -103,11 +107,48 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     place = f"[{host}]" if ":" in host else host
     rows = f"{engine.plan.max_num_seqs} rows of {engine.plan.max_model_len} tokens"
     notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.plan.method})"
-    return asyncio.run(_serve(config, socket, app.state.server, options.drain_seconds, notice))
+    limit = _Limit()
+    try:
+        return asyncio.run(_serve(_Uvicorn(config, notice), socket, app.state.server, options.drain_seconds, limit))
+    finally:
+        limit.cancel()
+
+
+class _Limit:
+    """Ends the process after a time, unless cancelled: a thread that hangs would keep it alive for ever."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def start(self, seconds: float) -> None:
+        """Begin the time anew."""
+        self.cancel()
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """Let the process live."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        _log.error("a thread does not end: the process ends without it")
+        logging.shutdown()
+        os._exit(1)
 
 
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without its signal handlers, which would end the process by the signal instead of with code 0."""
+
+    def __init__(self, config: uvicorn.Config, notice: str) -> None:
+        super().__init__(config)
+        self._notice = notice
+
+    async def startup(self, sockets: list[sockets.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets=sockets)
+        _log.info("%s", self._notice)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -115,23 +156,24 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _serve(
-    config: uvicorn.Config, socket: sockets.socket, app_server: Server, drain_seconds: float, notice: str
+    server: _Uvicorn, socket: sockets.socket, app_server: Server, drain_seconds: float, limit: _Limit
 ) -> int:
-    server, worker = _Uvicorn(config), app_server.worker
+    worker = app_server.worker
     told = asyncio.Semaphore(0)  # a release for each signal
     async with app_server.running():
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told.release)
-        _log.info("%s", notice)
         serving = asyncio.create_task(server.serve(sockets=[socket]))
         first, second = (asyncio.create_task(told.acquire()) for _ in range(2))
         await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
         if first.done() and not worker.ended.done():
             _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
             worker.drain()
+            limit.start(drain_seconds + _END_SECONDS)
             server.should_exit = True
             # A second signal does not wait.
             await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+            limit.start(_END_SECONDS)
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
     server.force_exit = True
@@ -159,6 +201,15 @@ class ApiProtocol(H11Protocol):
             self._run_clock()
         elif self.conn.their_state is not h11.IDLE:
             self._clock.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP, such as a wrong length of a chunk, in the API's form."""
+        response = respond(ApiError(400, msg))
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        start = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _run_clock(self) -> None:
         if self._clock.cancelled():

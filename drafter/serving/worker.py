@@ -21,6 +21,7 @@ import torch
 
 from drafter.engine.engine import Engine
 from drafter.engine.request import Update
+from drafter.engine.runner import is_out_of_memory
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
@@ -166,6 +167,7 @@ class Worker:
             self._obey()
             if self.engine.has_work:
                 self._step()
+            self._metrics.count_failed_drafts(self.engine.num_failed_drafts)
             self._metrics.active_rows.set(self.engine.num_running)
             self._metrics.queue_depth.set(self.engine.num_waiting)
 
@@ -214,7 +216,7 @@ class Worker:
 
     def _recover(self, error: Exception) -> None:
         """Fail the answers of a failed step, or their later half when memory ran out, and go on."""
-        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        is_memory = is_out_of_memory(error)
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
         if is_memory:

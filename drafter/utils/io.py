@@ -12,13 +12,17 @@ import json
 import os
 import re
 import shutil
+import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 _NEW, _OLD, _GONE = "new", "old", "gone"  # the versions in a hidden folder
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # regular files where the shell redirects
+_LOCK_NOTICE, _LOCK_SECONDS = 1.0, 60.0  # a wait for a lock says so, and ends; any reader of a folder may hold its lock
 
 
 def first_line(error: BaseException) -> str:
@@ -92,7 +96,7 @@ def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str
 
 def _is_recorded(out: Path) -> bool:
     try:
-        record = json.loads(run_file(out).read_text(encoding="utf-8"))
+        record = json.loads(run_file(out).read_text(encoding="utf-8")) if run_file(out).is_file() else None
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(record, dict) and record.get("output") == out.name
@@ -154,7 +158,7 @@ def _recover(place: Path) -> None:
         found = [entry for entry in place.parent.iterdir() if name.fullmatch(entry.name)]
     except OSError:
         return  # no such folder, or no right to list the folder
-    for hidden in found:
+    for hidden in filter(_is_own_folder, found):
         # Wait for a running writer within its swap; leave a writer alone that still writes.
         with locked(hidden, wait=(hidden / _OLD).exists()) as is_locked:
             if is_locked:
@@ -162,14 +166,24 @@ def _recover(place: Path) -> None:
                     _clear(hidden, place)
 
 
+def _is_own_folder(hidden: Path) -> bool:
+    """Whether a hidden folder may be one of ours: a stranger may plant links, pipes and folders of the same name."""
+    try:
+        found = hidden.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def _clear(hidden: Path, place: Path) -> None:
     """Remove a hidden folder, after the end of a swap that stopped between its renames."""
-    with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
-        if not place.exists() and (hidden / _OLD).exists():
-            # The old version goes aside only when the new one is whole.
-            (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
-        if (hidden / _OLD).exists():
-            (hidden / _OLD).rename(hidden / _GONE)  # a half removed folder must not return
+    if (hidden / _OLD).exists():
+        with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
+            if not place.exists():
+                # The old version goes aside only when the new one is whole.
+                (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
+            if (hidden / _OLD).exists():
+                (hidden / _OLD).rename(hidden / _GONE)  # a half removed folder must not return
     shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -190,24 +204,43 @@ def _hidden_folder(place: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[bool | None]:
-    """True if this process holds the lock of the folder or file in the block; None on a file system without locks."""
+    """True if this process holds the lock of the folder or file in the block; None on a file system without locks.
+
+    A link is not followed, and a pipe is not waited for: False.
+
+    Raises:
+        TimeoutError: with ``wait``, another process has held the lock for a minute.
+    """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        yield False  # gone, or another user's
+        yield False  # gone, a link, or another user's
         return
-    is_locked: bool | None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            is_locked = folder.exists()
-        except BlockingIOError:
-            is_locked = False
-        except OSError:
-            is_locked = None
-        yield is_locked
+        yield _lock(descriptor, folder, wait=wait)
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, *, wait: bool) -> bool | None:
+    started, is_told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not of a folder that went, or was put in its place, before the lock.
+            return folder.exists() and os.path.samestat(os.fstat(descriptor), folder.lstat())
+        except BlockingIOError:
+            if not wait:
+                return False
+        except OSError:
+            return None
+        waited = time.monotonic() - started
+        if waited > _LOCK_SECONDS:
+            raise TimeoutError(f"another process holds the lock of {folder}: end that process, and try again")
+        if waited > _LOCK_NOTICE and not is_told:
+            is_told = True
+            print(f"waiting for another process that holds the lock of {folder}", file=sys.stderr)
+        time.sleep(0.01)
 
 
 def _force_to_disk(new: Path) -> None:

@@ -3,13 +3,16 @@
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drafter.models.drafter import RecurrentDrafter
 from drafter.serving import follow
 from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
@@ -18,7 +21,7 @@ from drafter.utils.io import replacing
 from tests.serving.live import MODEL, Live, live_server, offline
 from tests.serving.test_limits import BODY, CHAT, LONG, key
 from tests.serving.test_record import rows_of
-from tests.serving.tiny import break_for_good, tiny_drafter, tiny_engine
+from tests.serving.tiny import break_for_good, failing_once, tiny_drafter, tiny_engine
 
 RELOAD = "/v1/drafter/reload"
 
@@ -129,7 +132,47 @@ def test_a_reload_is_told_and_needs_the_key(drafter: Path) -> None:
         assert http.post(RELOAD, json={}, headers=key()).json() == first | {"replaced": False}
         assert server.metric("drafter_swaps_total") == 1
         os.rename(drafter, drafter.with_name("gone"))
-        assert "no such folder" in http.post(RELOAD, json={}, headers=key()).json()["error"]["message"]
+        refused = http.post(RELOAD, json={}, headers=key()).json()["error"]["message"]
+        assert "no such folder" in refused and str(drafter.parent) not in refused, "no path of the server"
+
+
+def test_a_reload_of_another_config_takes_over(drafter: Path) -> None:
+    """The same weights with another scale draft otherwise."""
+    with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http() as http:
+        with replacing(drafter) as new:
+            other = tiny_drafter(8)
+            scale, other.config.hidden_scale = other.config.hidden_scale, 2.0
+            other.save_pretrained(new)
+            other.config.hidden_scale = scale
+        assert [http.post(RELOAD, json={}).json()["replaced"] for _ in range(2)] == [True, False]
+
+
+def test_a_reload_of_a_folder_that_keeps_changing_ends(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = follow.load_drafter
+
+    def load_and_change(*args: Any) -> Any:
+        found = load(*args)
+        os.utime(drafter / "config.json")
+        return found
+
+    monkeypatch.setattr(follow, "load_drafter", load_and_change)
+    with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http(timeout=20) as http:
+        refused = http.post(RELOAD, json={})
+    assert refused.status_code == 409 and "keeps changing" in refused.json()["error"]["message"]
+
+
+def test_a_load_that_hangs_ends_neither_reloads_nor_the_process(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(follow, "load_drafter", lambda *_: go_on.wait(60))
+    monkeypatch.setattr(follow, "_LOAD_SECONDS", 0.1)
+    try:
+        with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http() as http:
+            texts = [http.post(RELOAD, json={}).json()["error"]["message"] for _ in range(2)]
+            (thread,) = [thread for thread in threading.enumerate() if thread.name == "reload"]
+            assert thread.daemon, "Python's end waits for other threads"
+    finally:
+        go_on.set()
+    assert "within 0.1 seconds" in texts[0] and "still hangs" in texts[1]
 
 
 def test_nobody_waits_for_a_drafter_when_the_engine_has_ended(drafter: Path) -> None:
@@ -148,3 +191,21 @@ def test_a_server_without_a_drafter_has_nothing_to_reload_or_follow(idle: Live) 
         ServeOptions(target=MODEL, follow=True)
     with pytest.raises(ValueError, match="--follow watches a folder, and --drafter a/hub-id is none"):
         create_app(tiny_engine(), ServeOptions(target=MODEL, drafter="a/hub-id", follow=True))
+
+
+def test_drafts_that_fail_are_counted_and_an_extreme_drafter_is_refused(drafter: Path) -> None:
+    engine = tiny_engine()
+    engine.proposer.draft = failing_once(engine.proposer.draft, RuntimeError("a product refuses NaN"))
+    with live_server(engine, drafter=str(drafter)) as server, server.http() as http:
+        found = http.post(CHAT, json=BODY)
+        wanted = offline(BODY["messages"], max_new_tokens=BODY["max_tokens"]).text
+        assert found.json()["choices"][0]["message"]["content"] == wanted
+        assert server.metric("failed_drafts_total") == 1 and server.metric("failed_steps_total", cause="error") == 0
+        with replacing(drafter) as new:
+            extreme = RecurrentDrafter(tiny_drafter().config)
+            for weight in extreme.parameters():
+                weight.data.uniform_(-1e20, 1e20)
+            extreme.save_pretrained(new)
+        refused = http.post(RELOAD, json={})
+        assert refused.status_code == 409 and "not finite" in refused.json()["error"]["message"]
+        assert http.post(CHAT, json=BODY).status_code == 200

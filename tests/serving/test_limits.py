@@ -63,7 +63,7 @@ def test_keys(strict: Live) -> None:
 def test_bodies_that_are_too_large_or_no_json(live: Live, http: httpx.Client) -> None:
     declared = {"Content-Type": "application/json"}
     assert http.post(CHAT, json=LARGE).status_code == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
     assert raw(live, head + b"Content-Length: 3000000\r\n\r\n").startswith(b"HTTP/1.1 413"), "no body was asked for"
     chunked = (b" " * 10_000 for _ in range(300))
     assert http.post(CHAT, content=chunked, headers=declared).status_code == 413, "no length declared"
@@ -225,9 +225,11 @@ def raw(live: Live, *parts: bytes, pause: float = 0.0) -> bytes:
 
 def test_two_ends_of_a_body_are_refused_and_the_connection_is_closed(live: Live) -> None:
     for path in (b"/v1/chat/completions", b"/health"):
-        head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 4\r\n"
+        head = (
+            b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 4\r\n"
+        )
         answer = raw(
-            live, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+            live, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
         assert answer.startswith(b"HTTP/1.1 400") and b"Transfer-Encoding: send one" in answer
         assert answer.count(b"HTTP/1.1") == 1 and b"connection: close" in answer.lower()
@@ -237,13 +239,47 @@ def test_slow_requests_end_the_connection(live: Live, monkeypatch: pytest.Monkey
     monkeypatch.setattr(listen, "REQUEST_SECONDS", 0.3)
     start = time.monotonic()
     assert raw(live) == b"", "nothing was sent"
-    assert raw(live, b"GET /health HTTP/1.1\r\n", b"Host: x\r\n", b"X-Slow: 1") == b""
-    head = b"Host: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    assert raw(live, b"GET /health HTTP/1.1\r\n", b"Host: localhost\r\n", b"X-Slow: 1") == b""
+    head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
     assert raw(live, b"POST /v1/completions HTTP/1.1\r\n" + head, b"{", pause=0.1) == b"", "the body never comes"
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for parts in ((whole, b"GET /health HT"), (whole + b"POST /v1/completions HTTP/1.1\r\n" + head + b"{",)):
         answer = raw(live, *parts, pause=0.1)
         assert answer.count(b"HTTP/1.1 200") == 1, "the second request of a connection never comes"
     assert time.monotonic() - start < 4, "the server's own limit for idle connections is longer"
     with live.http() as client:  # a request that takes longer than its headers may
         assert client.post(CHAT, json=BODY | {"max_tokens": 100}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/drafter/reload", "/"])
+def test_names_of_other_sites_that_lead_here_are_refused_without_a_key(live: Live, path: str) -> None:
+    """A page of such a site is of one origin with the server (DNS rebinding)."""
+    port = live.url.rpartition(":")[2]
+    with live.http(follow_redirects=False) as http:
+
+        def status(host: str, path: str = path) -> int:
+            headers = {"Host": host, "Origin": f"http://{host}"}
+            return http.request("GET", path, headers=headers).status_code
+
+        assert [status(host) for host in (f"evil.example:{port}", "localhost.evil.example", "1.2.3.4.evil")] == [
+            403
+        ] * 3
+        for host in (f"localhost:{port}", "LOCALHOST", f"127.0.0.1:{port}", f"[::1]:{port}", "192.168.1.7"):
+            assert status(host) != 403
+        assert status("127.0.0.1", "/v1/models/") == 404, "no redirect names the client's host"
+
+
+def test_a_key_or_a_named_site_makes_other_names_fine(strict: Live) -> None:
+    with strict.http(headers=key() | {"Host": "models.example"}) as http:
+        assert http.get("/v1/models").status_code == 200
+
+
+def test_bytes_that_are_no_http_get_an_error_in_the_form_of_the_api(live: Live) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for text in (head + "Transfer-Encoding: chunked\r\n\r\nzz\r\n", "nonsense\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=20) as link:
+            link.sendall(text.encode())
+            answer = b"".join(iter(lambda link=link: link.recv(4096), b""))
+        start, _, body = answer.partition(b"\r\n\r\n")
+        assert start.startswith(b"HTTP/1.1 400 ") and b"application/json" in start
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"

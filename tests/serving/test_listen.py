@@ -1,7 +1,11 @@
 """The process around the application: signals, draining, exit codes; here within the tests' own process."""
 
+import contextlib
 import os
 import signal
+import socket as sockets
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +15,7 @@ import httpx
 import pytest
 
 from drafter.engine.engine import Engine
+from drafter.serving import listen as listen_module
 from drafter.serving.listen import bind, listen, load_engine, warm_up
 from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, is_ready
@@ -110,3 +115,45 @@ def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.Monke
         with pytest.raises(FileNotFoundError, match="nowhere"):
             load_engine(ServeOptions(target="/nowhere", device="cpu"))
         assert os.environ.pop(name) == expected
+
+
+def test_the_notice_comes_when_the_socket_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts a server waits for the notice."""
+    found: list[bool] = []
+    with bind("127.0.0.1", 0) as socket:
+        name = socket.getsockname()
+
+        def told(message: str, *args: Any) -> None:
+            if "http://" in message % args:
+                with contextlib.suppress(ConnectionRefusedError), sockets.create_connection(name, timeout=5):
+                    found.append(True)
+                terminate()
+
+        monkeypatch.setattr(listen_module._log, "info", told)
+        assert listen(socket, tiny_engine(), ServeOptions(target=MODEL)) == 0
+    assert found
+
+
+def test_a_process_whose_threads_hang_ends_after_the_drain() -> None:
+    script = """
+import os, signal, threading
+from drafter.serving import listen
+from drafter.serving.options import ServeOptions
+from tests.serving.tiny import tiny_engine
+listen._END_SECONDS = 0.5
+engine = tiny_engine()
+def hang():
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(60)
+engine.step = hang
+app = listen.create_app
+def create(engine, options):
+    app_ = app(engine, options)
+    app_.state.server.worker._commands.put(hang)
+    return app_
+listen.create_app = create
+with listen.bind("127.0.0.1", 0) as socket:
+    listen.listen(socket, engine, ServeOptions(target="tiny", drain_seconds=0.1))
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "a thread does not end" in done.stderr

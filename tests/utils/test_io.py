@@ -144,3 +144,34 @@ def test_no_locks_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / ".out.123.tmp").mkdir()  # perhaps another process's: kept
     write_atomic(tmp_path / "out", "text")
     assert (tmp_path / "out").read_text() == "text" and hidden(tmp_path) == [".out.123.tmp"]
+
+
+def test_what_a_stranger_plants_beside_an_output_is_not_followed(tmp_path: Path) -> None:
+    """Links to folders with the names of versions, and a pipe, whose opening would wait for ever."""
+    victim, shop = tmp_path / "victim", tmp_path / "shop"
+    for name in ("old", "new"):
+        (victim / name).mkdir(parents=True)
+    shop.mkdir()
+    (shop / ".out.link.tmp").symlink_to(victim)
+    os.mkfifo(shop / ".out.pipe.tmp")
+    os.mkfifo(shop / "out.run.json")
+    recover(shop / "out")
+    write_atomic(shop / "out", "text")
+    with pytest.raises(ValueError, match="no earlier run wrote it"):
+        check_output(shop / "out")
+    assert sorted(path.name for path in victim.iterdir()) == ["new", "old"]
+    with io.locked(shop / ".out.link.tmp") as is_locked:
+        assert is_locked is False
+
+
+def test_a_wait_for_a_lock_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any reader of a folder may hold its lock."""
+    monkeypatch.setattr(io, "_LOCK_NOTICE", 0.0)
+    monkeypatch.setattr(io, "_LOCK_SECONDS", 0.1)
+    write_folder(tmp_path / "out", "old")
+    with io.locked(tmp_path), pytest.raises(TimeoutError, match="holds the lock"):
+        write_folder(tmp_path / "out", "new")
+    assert capfd.readouterr().err.count("waiting for another process") == 1
+    assert content(tmp_path / "out") == {"old"} and not hidden(tmp_path)
