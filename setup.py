@@ -1,9 +1,20 @@
-"""Builds the native step: one library with kernels for several instruction sets. All else stands in pyproject.toml."""
+"""Builds the native step: one library with kernels for several instruction sets. All else stands in pyproject.toml.
 
+The compiler is $CXX, c++, g++ or clang++, else the one of the package `ziglang` where that is installed. Without any,
+the package is installed without the native step, and says so when it runs.
+"""
+
+import os
 import platform
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SOURCES = "drafter/kernels/csrc/"
 FLAGS = {
@@ -12,23 +23,39 @@ FLAGS = {
     "step_avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni",
 }
 FILES = ["library", "pool", "step_plain", *(FLAGS if platform.machine() in ("x86_64", "AMD64") else ())]
+# No -ffast-math and no contraction: a sum has one order, whatever stands beside.
+COMMON = "-O3 -std=c++17 -fPIC -ffp-contract=off -fno-math-errno -pthread -w"
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler for any processor of this machine's kind."""
+    if given := os.environ.get("CXX"):
+        return given.split()
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    if find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+    raise CompileError("no C++ compiler: install g++ or the package ziglang for the native step")
 
 
 class BuildKernels(build_ext):
     """Each file of kernels has the flags of its instruction set."""
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile each file by itself, then link."""
-        compiler, scratch = self.compiler, self.build_temp
-        objects: list[str] = []
-        # No -ffast-math and no contraction: a sum has one order, whatever stands beside.
-        flags = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w", "-g0"]
-        for source in extension.sources:
-            own = next((FLAGS[name] for name in FLAGS if source.endswith(f"{name}.cpp")), "")
-            objects += compiler.compile([source], output_dir=scratch, extra_postargs=[*flags, *own.split()])
-        compiler.link_shared_object(
-            objects, self.get_ext_fullpath(extension.name), extra_postargs=["-pthread"], target_lang="c++"
-        )
+        """Compile the files side by side, then link."""
+        scratch, out = Path(self.build_temp), Path(self.get_ext_fullpath(extension.name))
+        scratch.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        command = compiler()
+        running, objects = [], []
+        for source in map(Path, extension.sources):
+            objects.append(str(scratch / f"{source.stem}.o"))
+            flags = [*COMMON.split(), *FLAGS.get(source.stem, "").split()]
+            running.append(subprocess.Popen([*command, *flags, "-c", str(source), "-o", objects[-1]]))
+        if any([process.wait() for process in running]):
+            raise CompileError("the native step does not compile here")
+        subprocess.run([*command, "-shared", "-pthread", *objects, "-o", str(out)], check=True)
 
 
 setup(

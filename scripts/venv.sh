@@ -24,8 +24,13 @@ use_venv() {
         "$python" -m venv --clear .venv
     fi
     export PATH="$PWD/.venv/bin:$PATH"
-    stamp=".venv/installed-$(cat pyproject.toml constraints.txt | cksum | tr ' ' '-')"
+    stamp=".venv/installed-$(cat pyproject.toml constraints.txt setup.py drafter/kernels/csrc/* | cksum | tr ' ' '-')"
     if [ ! -e "$stamp${extra:+-$extra}" ] && { [ -n "$extra" ] || [ ! -e "$stamp-dev" ]; }; then
+        if [ -z "${CXX:-}" ] && ! command -v c++ >/dev/null && ! command -v clang++ >/dev/null; then
+            # A fresh machine often has no C++ compiler: this package is one. It takes 0.4 GB of .venv.
+            python -m pip install --disable-pip-version-check --quiet ziglang
+            export CXX="$PWD/.venv/bin/python -m ziglang c++ -mcpu=baseline"
+        fi
         python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".${extra:+[$extra]}"
         touch "$stamp${extra:+-$extra}"
     fi

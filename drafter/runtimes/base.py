@@ -15,7 +15,15 @@ from drafter.targets.slots import TargetOutput as TargetOutput
 
 
 class Unsuitable(Exception):
-    """A runtime cannot run a target; the text says why, and another runtime may."""
+    """A runtime cannot run a target; the text says why, and another runtime may.
+
+    Attributes:
+        is_expected: the runtime is not for what was asked, and nobody has to hear of it.
+    """
+
+    def __init__(self, reason: str, *, is_expected: bool = False) -> None:
+        super().__init__(reason)
+        self.is_expected = is_expected
 
 
 class Spec(NamedTuple):

@@ -96,7 +96,8 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
             return load(spec)
         except Unsuitable as error:
             reasons.append(f"runtime {known} cannot run target {name!r}: {error}")
-            _log.info("%s", reasons[-1])
+            level = logging.INFO if error.is_expected or runtime != "auto" else logging.WARNING
+            _log.log(level, "%s", reasons[-1])
     raise ValueError("; ".join(reasons))
 
 

@@ -37,7 +37,8 @@ def target() -> Target:
 def hugging_face_answers() -> list[list[int]]:
     """What transformers says, one prompt at a time."""
     prompts = [target().encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    return [hugging_face_answer(target(), prompt, NUM_TOKENS, target().eos_token_ids) for prompt in prompts]
+    plain = load_target(target().name, device="cpu", runtime="torch", is_trainable=True)
+    return [hugging_face_answer(plain, prompt, NUM_TOKENS, target().eos_token_ids) for prompt in prompts]
 
 
 @cache

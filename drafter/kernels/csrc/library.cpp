@@ -2,6 +2,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "kernels.h"
 #include "pool.h"
@@ -13,14 +16,28 @@ namespace avx_vnni { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 #endif
 
+#if defined(__x86_64__)
+// A bit of CPUID: leaf, subleaf, register (0 = eax), bit. Compilers' own questions differ.
+static bool has(unsigned leaf, unsigned subleaf, int reg, int bit) {
+  unsigned r[4];
+  return __get_cpuid_count(leaf, subleaf, &r[0], &r[1], &r[2], &r[3]) && r[reg] >> bit & 1;
+}
+static bool keeps(unsigned registers) {  // the system saves these registers
+  unsigned low, high;
+  if (!has(1, 0, 2, 27)) return false;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & registers) == registers;
+}
+static bool has_avx2() { return keeps(6) && has(7, 0, 1, 5) && has(1, 0, 2, 12) && has(1, 0, 2, 29); }  // with FMA, F16C
+static bool has_avx_vnni() { return has_avx2() && has(7, 1, 0, 4); }
+static bool has_avx512() { return has_avx2() && keeps(0xe6) && has(7, 0, 1, 16) && has(7, 0, 1, 17) && has(7, 0, 1, 30) && has(7, 0, 1, 31) && has(7, 0, 2, 11); }
+#endif
 struct Choice { const char* name; const Kernels* kernels; bool (*is_here)(); };
 static const Choice choices[] = {  // best first
 #if defined(__x86_64__)
-  {"avx512-vnni", &avx512::kernels, [] { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"); }},
-#if __GNUC__ >= 12
-  {"avx-vnni", &avx_vnni::kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"); }},
-#endif
-  {"avx2", &avx2::kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
+  {"avx512-vnni", &avx512::kernels, has_avx512},
+  {"avx-vnni", &avx_vnni::kernels, has_avx_vnni},
+  {"avx2", &avx2::kernels, has_avx2},
 #endif
   {"plain", &plain::kernels, [] { return true; }},
 };

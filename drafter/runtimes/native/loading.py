@@ -35,12 +35,12 @@ def load_native(spec: Spec) -> Target:
         Unsuitable: the library was not built, or does not run this target; says why.
         ValueError: a file is damaged, or does not fit its configuration.
     """
-    if native.library() is None:
-        raise Unsuitable("the native step was not built, for want of a C++ compiler at the installation")
-    if resolve_device(spec.device).type != "cpu" or not spec.is_whole:
-        raise Unsuitable("it runs whole targets on a CPU")
-    if spec.is_trainable or spec.trust_remote_code or spec.quantization != "none" or spec.dtype == "float16":
+    if resolve_device(spec.device).type != "cpu" or not spec.is_whole or spec.is_trainable:
+        raise Unsuitable("it decodes whole targets on a CPU", is_expected=True)
+    if spec.trust_remote_code or spec.quantization != "none" or spec.dtype == "float16":
         raise Unsuitable("it runs described models as their files store them, in float32 or in bfloat16")
+    if native.library() is None:
+        raise Unsuitable("the native step was not built: install a C++ compiler or ziglang, then the package again")
     number_format = "stored" if spec.dtype == "auto" else spec.dtype
     stored = stored_file(spec.name) if number_format != "bfloat16" else None
     place: Path | str = stored[1] if stored else resolve(spec.name)
