@@ -15,11 +15,20 @@ from drafter.kernels import native
 from drafter.runtimes.base import Slots, Spec, Unsuitable
 from drafter.runtimes.native.family import FAMILIES
 from drafter.runtimes.native.runtime import NativeRuntime
-from drafter.runtimes.native.weights import ARCHITECTURES, Stored, open_gguf, open_safetensors, tensors_of_gguf
+from drafter.runtimes.native.weights import (
+    ARCHITECTURES,
+    Stored,
+    entries,
+    open_gguf,
+    open_safetensors,
+    rounded,
+    tensors_of_gguf,
+)
 from drafter.targets.catalog import resolve, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
 from drafter.targets.home import home_folder, key_of
 from drafter.targets.loading import checkpoint_files, read_tokenizer, resolve_device
+from drafter.targets.rounding import BITS
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
 
@@ -37,19 +46,25 @@ def load_native(spec: Spec) -> Target:
     """
     if resolve_device(spec.device).type != "cpu" or not spec.is_whole or spec.is_trainable:
         raise Unsuitable("it decodes whole targets on a CPU", is_expected=True)
-    if spec.trust_remote_code or spec.quantization != "none" or spec.dtype == "float16":
+    if spec.trust_remote_code or spec.dtype == "float16":
         raise Unsuitable("it runs described models as their files store them, in float32 or in bfloat16")
     if native.library() is None:
         raise Unsuitable("the native step was not built: install a C++ compiler or ziglang, then the package again")
     number_format = "stored" if spec.dtype == "auto" else spec.dtype
-    stored = stored_file(spec.name) if number_format != "bfloat16" else None
+    is_plain = number_format == "bfloat16" or spec.quantization != "none"  # of the file's numbers, not its integers
+    stored = None if is_plain else stored_file(spec.name)
     place: Path | str = stored[1] if stored else resolve(spec.name)
     files = checkpoint_files(place, spec.revision)
     folder = place if isinstance(place, Path) else files[0].parent
     config = _read_config(folder)
     try:
         tensors, ends = _open(files, stored and stored[0], config)
+        output = tensors.get("lm_head.weight") or tensors["model.embed_tokens.weight"]
+        if spec.quantization != "none":
+            tensors = rounded(tensors, BITS[spec.quantization])
         runtime = NativeRuntime(config, tensors, number_format=number_format, adds_one=not stored)
+    except KeyError as error:
+        raise Unsuitable(f"it has no weight {error}") from error
     except ValueError as error:
         raise ValueError(f"--target {spec.name!r} cannot be loaded: {error}") from error
     _check(runtime, config)
@@ -57,7 +72,7 @@ def load_native(spec: Spec) -> Target:
     generation = folder / "generation_config.json"
     return Target(
         runtime, read_tokenizer(place, revision=spec.revision), config, name=spec.name, revision=spec.revision,
-        fingerprint=fingerprint_of_sample(runtime.output_entries(index), ends),
+        fingerprint=fingerprint_of_sample(entries(output, index), ends), quantization=spec.quantization,
         generation_config=SimpleNamespace(**read_json_object(generation)) if generation.is_file() else None,
     )  # fmt: skip
 

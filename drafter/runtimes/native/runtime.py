@@ -258,11 +258,6 @@ class NativeRuntime:
         """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
         return native.unpack_rows(self.head, token_X)
 
-    def output_entries(self, index: Tensor) -> Tensor:
-        """Entries of the flattened output matrix: int64 [X] -> float32 [X]."""
-        rows = native.unpack_rows(self.head, index // self.hidden_size)
-        return rows.gather(1, (index % self.hidden_size)[:, None])[:, 0]
-
     def embed(self, token: Tensor) -> Tensor:
         """Input embeddings as the first layer gets them: int64 [...] -> [..., D]."""
         rows = native.unpack_rows(self.embedding_matrix, token.reshape(-1))

@@ -9,7 +9,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,35 @@ class Stored(NamedTuple):
             raise ValueError(f"a vector of shape {list(self.shape)} is stored as {self.kind}: the file is damaged")
         numbers = torch.from_numpy(self.data.copy()).view(_FLOATS[self.kind]).float().view(self.shape)
         return numbers if self.order is None else numbers[torch.from_numpy(self.order)]
+
+
+def entries(stored: Stored, index_X: Tensor) -> Tensor:
+    """Entries of a flattened matrix: int64 [X] -> float32 [X]."""
+    from gguf import GGMLQuantizationType, quants
+
+    row_X, column_X = index_X.numpy() // stored.shape[1], index_X.numpy() % stored.shape[1]
+    rows = quants.dequantize(np.ascontiguousarray(stored.data[row_X]), GGMLQuantizationType[stored.kind])
+    return torch.from_numpy(rows[np.arange(len(row_X)), column_X].astype(np.float32))
+
+
+def rounded(tensors: Mapping[str, Stored], bits: int) -> dict[str, Stored]:
+    """The tensors with rounded matrices in the layers and at the output, as ``--quantization`` asks for.
+
+    Embeddings stay as they are (:mod:`drafter.targets.rounding`).
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    kind = "Q8_0" if bits == 8 else "Q4_1"
+    output = {"lm_head.weight": tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])}
+    found = {**tensors, **output}
+    for name, stored in found.items():
+        if len(stored.shape) != 2 or name == "model.embed_tokens.weight" or stored.kind not in _FLOATS:
+            continue
+        if stored.shape[1] % _BLOCKS[kind][0]:
+            raise Unsuitable(f"{name} has {stored.shape[1]} inputs, which are no groups of {_BLOCKS[kind][0]}")
+        data = quants.quantize(stored.vector().numpy(), GGMLQuantizationType[kind])
+        found[name] = Stored(kind, stored.shape, data)
+    return found
 
 
 def open_safetensors(files: Iterable[Path]) -> dict[str, Stored]:

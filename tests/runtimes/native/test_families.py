@@ -121,6 +121,20 @@ def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_thread
         native.use_instructions(best)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantization_rounds_the_numbers_that_torch_rounds(scheme: str, tmp_path: Path) -> None:
+    saved("Llama", tmp_path, hidden_size=32, intermediate_size=64, num_attention_heads=4, head_dim=8)
+    found = [
+        load_target(str(tmp_path), device="cpu", dtype="float32", quantization=scheme, runtime=runtime)
+        for runtime in ("native", "torch")
+    ]
+    assert found[0].fingerprint == found[1].fingerprint and found[0].quantization == scheme
+    token_BT = torch.tensor(prompts_of(9))
+    logits, wanted = (target.logits(target.forward(token_BT).hidden_BTD) for target in found)
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+    assert native_target(tmp_path, quantization=scheme).traits.number_format == "stored"
+
+
 def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("Qwen3", tmp_path / "model")
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path))
