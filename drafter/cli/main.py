@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's mistake is one line."""
     try:
         words = list(sys.argv[1:] if argv is None else argv)
+        _open_streams()
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
         code = _dispatch(words)
-        if sys.stdout is not None:  # closed by the shell: >&-
-            sys.stdout.flush()  # here, where a closed pipe is caught
+        sys.stdout.flush()  # here, where a closed pipe is caught
         return code
     except KeyboardInterrupt as stop:
         print(f"drafter: interrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
@@ -67,6 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"drafter: error: {_one_line(error)}", file=sys.stderr)
         return _EXIT_ERROR
+
+
+def _open_streams() -> None:
+    """A stream that the shell has closed (`>&-`) swallows what is written; no bar runs where nobody watches."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read by bars that leave the question open, and by other packages
 
 
 def _is_of_user(error: Exception) -> bool:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from drafter.utils.validate import check_ranges, seed_field, within
 
+GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -12,7 +14,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: largest number of generated tokens, the stop token included
-        temperature: divisor of the logits; 0 is greedy
+        temperature: divisor of the logits; 0 is greedy, and so is anything below 0.00001
         top_k: keep the k likeliest tokens; 0 is off
         top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 is off
         min_p: keep tokens at least min_p times as likely as the likeliest token; 0 is off
@@ -39,6 +41,8 @@ class SamplingParams:
                 raise ValueError(f"{name} must be a sequence, not {value!r}")
             object.__setattr__(self, name, tuple(value))
         check_ranges(self, are_flags=False)  # a command has checked its flags before
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}: every stop string must be text with at least one character")

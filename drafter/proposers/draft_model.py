@@ -4,6 +4,7 @@ Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabu
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
@@ -51,6 +52,7 @@ class DraftModelProposer(Proposer):
         self._draft = draft
         self._is_rejection = drafting.verify == "rejection"
         self._coupled = drafting.coupled
+        self._num_padded = target.vocab_size - draft.vocab_size
         self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
 
@@ -87,7 +89,8 @@ class DraftModelProposer(Proposer):
         for step in range(self.max_depth):
             if step:
                 hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
-            logits_BTV = self._draft.logits(hidden_BTD)
+            # Rows behind the tokens pad the two output matrices to different sizes: a negative pad cuts rows off.
+            logits_BTV = F.pad(self._draft.logits(hidden_BTD), (0, self._num_padded), value=-torch.inf)
             if self._is_rejection:
                 log_qs.append(warped_log_probs(logits_BTV, rows.warp))
                 drafts.append(self._sample(log_qs[-1], rows, step))
@@ -126,6 +129,7 @@ class DraftModelProposer(Proposer):
         With ``rows``, tokens of rows that do not decode go to the spare slot, which keeps the results of their prefill.
         """
         num_tokens = token_BT.shape[1]
+        token_BT = token_BT.clamp_max(self._draft.vocab_size - 1)  # the target may pick one of its padded rows
         position_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
         slot_BT = position_BT
         if rows is not None:
@@ -137,10 +141,13 @@ class DraftModelProposer(Proposer):
 
 
 def check_same_vocabulary(draft: Target, target: Target) -> None:
-    """ValueError unless a token id means the same to both models, as far as sizes and tokenizers tell."""
+    """ValueError unless a token id means the same to both models, as far as tokenizers tell, or else sizes.
+
+    Models with the same tokenizer may pad their output matrices to different sizes.
+    """
     own, other = (model.tokenizer and model.tokenizer.get_vocab().items() for model in (draft, target))
     different = own ^ other if own and other else set()
-    if draft.vocab_size != target.vocab_size or different:
+    if different or (draft.vocab_size != target.vocab_size and not (own and other)):
         example = f", {min(different)[0]!r} for one" if different else ""
         raise ValueError(
             f"--draft-model {draft.name!r} has other tokens than the target {target.name!r}: {draft.vocab_size} and "

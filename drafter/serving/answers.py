@@ -6,6 +6,7 @@ engine's thread; the answer's queue takes the entries to the event loop.
 """
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -15,6 +16,13 @@ from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
+
+
+# The characters that byte-level tokenizers write for bytes: a byte's own where it has a visible one, else from U+0100.
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(0x100)) - set(_VISIBLE)))
+}
 
 
 class Model:
@@ -37,6 +45,17 @@ class Model:
             )
             self._names[token_id] = both[len(first) :]
         return self._names[token_id]
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        """The token's bytes; those of all tokens of an answer are its text, also where a character has several."""
+        name = self.name_of(token_id)
+        if "\ufffd" not in name:
+            return list(name.encode())
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+            return [int(byte[1], 16)]
+        is_of_bytes = all(char in _BYTE_OF for char in piece)
+        return [_BYTE_OF[char] for char in piece] if is_of_bytes else list(name.encode())
 
 
 class Answer:
@@ -182,8 +201,9 @@ class Choice:
         """Log-probabilities token by token."""
 
         def item(token_id: int, logprob: float) -> dict[str, Any]:
-            name = self.answer.model.name_of(token_id)
-            return {"token": name, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(name.encode())}
+            model = self.answer.model
+            value = max(logprob, _LEAST_LOGPROB)
+            return {"token": model.name_of(token_id), "logprob": value, "bytes": model.bytes_of(token_id)}
 
         content = []
         for place in places:

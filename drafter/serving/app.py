@@ -30,7 +30,7 @@ from drafter.serving.follow import Follower
 from drafter.serving.guard import Guard, host_of, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import GREEDY_BELOW, ApiError, ChatRequest, CompletionRequest, Generation, error_of
+from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, error_of
 from drafter.serving.record import Recorder
 from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
 from drafter.serving.worker import Worker
@@ -170,7 +170,7 @@ class Server:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
         params = SamplingParams(
             max_new_tokens=min(body.limit or self.max_length, self.max_length),
-            temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
+            temperature=body.temperature,
             top_k=max(0, body.top_k),
             # 0 keeps the likeliest token alone, like any value below the probability of that token.
             top_p=max(body.top_p, 1e-9),

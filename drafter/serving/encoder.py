@@ -12,10 +12,21 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from drafter.serving.protocol import ApiError
 from drafter.targets.chat import MAX_SECONDS, Chat, encode_chat, encode_text, limit_memory
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork of the server would share its locks and devices
+
+
+_TRIAL = Chat([{"role": "user", "content": "x"}])
+
+
+class _Broken(str):
+    """The reason for a refusal that may have nothing to do with the text."""
+
+    __slots__ = ()
 
 
 class Encoder:
@@ -43,11 +54,18 @@ class Encoder:
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, tokenizer.get_vocab()))
         self._lock = asyncio.Lock()
+        self._failure: str | None = None  # of a template that does not compile: the same for every conversation
         self._process: Any = None  # mypy knows no common type of the processes of all contexts
         self._pipe: Connection | None = None
 
     async def start(self) -> None:
-        """Start the child; return when the child has the tokenizer (OSError when the child does not start)."""
+        """Start the child; return when the child has the tokenizer (OSError when the child does not start).
+
+        A short conversation shows whether the template compiles at all.
+        """
+        found = await self._exchange(_TRIAL)
+        if isinstance(found, _Broken):
+            self._failure = found
         if await self._exchange("") is None:
             raise OSError("the tokenizer's process ended at its start")
 
@@ -69,6 +87,8 @@ class Encoder:
         if len(texts) > self._max_length or sum(map(len, texts)) > self._most_chars:
             message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
+        if self._failure is not None and not isinstance(asked, str):
+            raise ApiError(400, self._failure, param=param)
         # Shielded: the result of a client that leaves must not stay in the pipe for the next client.
         found = await asyncio.shield(self._exchange(asked))
         if isinstance(found, str):
@@ -93,7 +113,7 @@ class Encoder:
             except (OSError, EOFError):
                 await self.close()
                 if self._process is not None and self._process.exitcode == -signal.SIGALRM:
-                    return f"{self._program} took longer than {self._arguments[-1]:g} seconds with this text"
+                    return _Broken(f"{self._program} took longer than {self._arguments[-1]:g} seconds with this text")
                 return None
 
     def _start(self) -> None:
@@ -122,8 +142,9 @@ def _run_child(pipe: Connection, program: str, tokenizer: Any, name: str, escape
             else:
                 result = encode_chat(tokenizer, asked.messages, name, escape_special_tokens=escape)
         except MemoryError:
-            result = f"{program} takes too much memory with this text"
+            result = _Broken(f"{program} takes too much memory with this text")
         except ValueError as error:
-            result = str(error)
+            is_broken = isinstance(error.__cause__, TemplateSyntaxError | SyntaxError | RecursionError)
+            result = _Broken(error) if is_broken else str(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send(result)

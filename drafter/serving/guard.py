@@ -106,7 +106,7 @@ class Guard:
                 self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
     def _check(self, scope: Scope) -> None:
-        """ApiError for another host or an ambiguous body; under ``/v1`` also for a wrong key or type of body."""
+        """ApiError for another host or an ambiguous body; under ``/v1`` for a wrong key or another type of body."""
         headers = Headers(scope=scope)
         name = host_of(headers.get("host", ""))
         if name and self._hosts is not None and name not in self._hosts and not _is_address(name):

@@ -21,7 +21,6 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the search for the start of a longer stop string would be slow
 MAX_TOP_LOGPROBS = 20
 TRY_LATER = {"Retry-After": "5"}  # seconds
-GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 
 # Fields that change no answer.
 _IGNORED = {
@@ -29,21 +28,34 @@ _IGNORED = {
     "prediction", "priority", "name", "annotations",
 }  # fmt: skip
 
-# Values that ask for nothing, beside null, false, 0 and what is empty.
+# Values that ask for nothing, beside null. A false or a 0 may ask for much: `add_special_tokens`, `repetition_penalty`.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "best_of": (1,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-}
+    "suffix": ("",),
+    "reasoning_content": ("",),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("tools", "functions", "tool_calls", "documents", "bad_words"), ([],)),
+    **dict.fromkeys(
+        (
+            "presence_penalty", "frequency_penalty", "min_tokens", "no_repeat_ngram_size", "mirostat", "n_probs",
+            "dynatemp_range", "dry_multiplier", "xtc_probability",
+        ), (0,),
+    ),
+    **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(
+        (
+            "echo", "use_beam_search", "early_stopping", "continue_final_message", "include_stop_str_in_output",
+            "return_tokens_as_token_ids",
+        ), (False,),
+    ),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "add_generation_prompt"), (True,)
+    ),
+}  # fmt: skip
 
 
 class ApiError(HTTPException):
@@ -98,7 +110,7 @@ class _Body(BaseModel):
             return data
         known = cls.model_fields.keys() | _IGNORED
         for name in data:
-            if name not in known and data[name] and data[name] not in _NEUTRAL.get(name, ()):
+            if name not in known and data[name] is not None and data[name] not in _NEUTRAL.get(name, ()):
                 message = "'{name}' is not supported by this server: leave it out"
                 raise _refusal(name, message, "unsupported_parameter")
         return {name: value for name, value in data.items() if value is not None}  # null means the default

@@ -5,14 +5,15 @@ A row is one JSON line, token ids and sampling parameters alone:
     {"prompt_token_ids": [1, 5, 9], "token_ids": [7, 7, 2], "temperature": 0.8, "top_k": 0, ..., "seed": 3}
 """
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ def traffic_row(prompt_ids: Sequence[int], token_ids: Sequence[int], params: Map
 
 
 def traffic_files(folder: Path) -> list[Path]:
-    """The files of a folder of traffic, the oldest first."""
-    return sorted(folder.glob("traffic-*.jsonl"))
+    """The files of a folder of traffic, the oldest first: their numbers rise, whatever the clock does."""
+    return sorted(folder.glob("traffic-*.jsonl"), key=lambda file: (_number_of(file), file.name))
+
+
+def _number_of(file: Path) -> int:
+    number = file.stem.removeprefix("traffic-")
+    return int(number) if number.isdecimal() else 0
 
 
 class Recorder:
@@ -115,8 +121,12 @@ class Recorder:
                 break
             num_bytes -= size
             file.unlink(missing_ok=True)
-        path = self._folder / f"traffic-{time.time_ns():020d}.jsonl"
-        return FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+        # Earlier versions numbered files by a time in nanoseconds. Another recorder may take a number first.
+        for number in count(1 + max((_number_of(file) for file, _ in files), default=0)):
+            path = self._folder / f"traffic-{number:020d}.jsonl"
+            with contextlib.suppress(FileExistsError):
+                return FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+        raise AssertionError
 
 
 def _size_of(file: Path) -> int:

@@ -212,3 +212,14 @@ def test_closed_outputs_are_quiet() -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_closed_streams_swallow_and_no_bar_runs_in_a_pipe(target: str) -> None:
+    """The shell's `>&-`; whatever a library writes or flushes goes nowhere."""
+    words = f"{sys.executable} -m drafter decode --target {target} --device cpu --prompt hi --max-new-tokens 2"
+    for closed in (">&-", ">&- 2>&-", ""):
+        done = subprocess.run(
+            ["bash", "-c", f"{words} {closed}"], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr and "\r" not in done.stderr, done.stderr
+        assert bool(done.stdout) == (not closed)

@@ -141,3 +141,11 @@ def test_greedy_takes_the_lowest_of_equal_logits():
     noise_BNV = torch.tensor([[[0.0, -1.0, 9.0]]])
     both = pick(logits_BNV.expand(2, 1, 3), noise_BNV, make_warp([Params(temperature=0.0), Params(temperature=1.0)]))
     assert both.tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 5e-324])
+def test_temperatures_whose_logits_would_overflow_are_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=1)
+    warp, logits_BNV = make_warp([params]), torch.tensor([[[1.0, 900.0, 899.0]]])
+    noise_BNV = gumbel_noise(torch.tensor([1]), torch.tensor([[1]]), torch.arange(3)) if warp.has_noise else None
+    assert pick(logits_BNV, noise_BNV, warp).item() == 1 and params.temperature == 0.0

@@ -68,6 +68,18 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, words[0])))
 
 
+@pytest.mark.parametrize("num_rows", [VOCAB - 7, VOCAB + 7])
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_a_draft_model_with_another_padding_never_drafts_padded_rows(num_rows: int, verify: str) -> None:
+    """The same tokenizer, and a target that picks its own padded rows too, being random."""
+    tokenizer = tokenizer_of([f"w{number}" for number in range(VOCAB - 9)])
+    models = (tiny_target(1, vocab_size=num_rows), tiny_target())
+    draft, target = (wrap_model(each.model, tokenizer, name="one") for each in models)
+    engine = engine_of(draft, target, max_num_seqs=3, verify=verify)
+    asked = requests(5, temperatures=(0.0, 1.0) if verify == "coupled" else (0.0,))
+    assert_lossless(engine, asked)
+
+
 def test_foreign_vocabulary_is_refused() -> None:
     target = tiny_target()
     with pytest.raises(ValueError, match=f"70 and {VOCAB} token ids"):

@@ -4,6 +4,9 @@ import random
 from unittest.mock import Mock
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.request import IncrementalText, Request, Update
@@ -91,3 +94,23 @@ def test_names_of_sentence_pieces() -> None:
     tokenizer.decode = lambda ids, **_: "".join(map(pieces.__getitem__, ids)).replace("\u2581", " ").removeprefix(" ")
     names = Model("m", "f", tokenizer)
     assert [names.name_of(token) for token in range(3)] == [" the", "er", " "]
+
+
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_the_bytes_of_tokens_are_the_bytes_of_the_text(is_byte_level: bool) -> None:
+    """Characters in several tokens, of both kinds of tokenizers, and the replacement character itself."""
+    text = "naïve 海 🧂\ufffd"
+    if is_byte_level:
+        tokenizer = TOKENIZER
+        token_ids = ids(text)
+    else:
+        vocab = {"a": 0, "\ufffd": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+        backend = Tokenizer(BPE(vocab, [], byte_fallback=True))
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        token_ids = [
+            id_ for char in text for id_ in ([1] if char == "\ufffd" else [2 + byte for byte in char.encode()])
+        ]
+    model = Model("m", "fp", tokenizer)
+    assert len(token_ids) > len(text)
+    assert bytes(byte for token_id in token_ids for byte in model.bytes_of(token_id)).decode() == text

@@ -36,6 +36,17 @@ def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     assert (tmp_path / "mine.jsonl").exists(), "no file of another kind goes"
 
 
+def test_a_clock_that_goes_back_removes_no_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"traffic-{time.time_ns():020d}.jsonl").write_text(json.dumps(ROW | {"number": -1}) + "\n")
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    recorder, row = Recorder(tmp_path, 1, Metrics()), traffic_row(range(10_000, 10_500), [0], {})
+    for number in range(1000):
+        recorder.add(row | {"number": number})
+    recorder.close()
+    numbers = [row["number"] for row in rows_of(tmp_path)]
+    assert numbers == list(range(numbers[0], 1000)) and 0 < numbers[0] < 900, "the newest rows, in order"
+
+
 def test_a_recorder_whose_file_was_removed_begins_another(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 1024, Metrics())
     traffic_files(tmp_path)[0].unlink()
