@@ -63,7 +63,6 @@ def test_other_engines_are_set_beside_llama_cpp() -> None:
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
     assert "over llama.cpp BF16" in rows["method"] and "| 0.53x (0.51 to 0.54) |" in rows["none"]
     assert "llama-cpp:BF16:native was built for" in text and "### Speedup over plain decoding by category" in text
-    assert "openvino-genai" in report(committed("peers-cpu-second-host")), "results of an earlier release"
 
 
 def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
