@@ -116,6 +116,8 @@ def limit_memory() -> None:
     """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
     if _PAGES.exists():  # Linux
         most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # of `ulimit -v`, which nobody may raise
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
