@@ -13,9 +13,9 @@ if [ ! -e $run/drafter ]; then
     drafter train --config smollm2-135m-quick --ckpt_path last
     drafter export $run/checkpoints/last.ckpt --out $run/drafter
 fi
-# In float32 every text equals plain decoding, token for token.
+# Every text equals plain decoding, token for token: first with the drafter that was just made.
 drafter decode --target smollm2-135m --drafter $run/drafter --prompts scripts/quickstart-prompts.jsonl \
-    --max-new-tokens 96 --compare --method drafter --dtype float32 --out $run/decoded.jsonl
-# The speed of the default number format, with the drafter that comes with the package, which was trained for longer.
+    --max-new-tokens 96 --compare --method drafter --out $run/decoded.jsonl
+# Then with the drafter that comes with the package, which was trained for longer.
 drafter decode --target smollm2-135m --prompts scripts/quickstart-prompts.jsonl --max-new-tokens 96 --compare \
     --method drafter
