@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "stored"]
-Runtime = Literal["auto", "torch"]
 Quantization = Literal["none", "int8", "int4"]
 
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
@@ -31,7 +30,8 @@ class TargetConfig:
             a CPU where the native step can run the target, bfloat16 on CUDA and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
         compile: compile the steps into CUDA graphs (default: on, where they can be)
-        runtime: what computes the target's forward (default: auto, the first one that can run the target)
+        runtime: what computes the target's forward: native (on a CPU), torch, or auto, the first of these that can run
+            the target (default: auto)
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
             device of every module (a number, cpu or disk)
         quantization: rounding of the weights of the target's linear layers; the text is the rounded target's
@@ -43,7 +43,7 @@ class TargetConfig:
     dtype: Dtype = "auto"
     device: str = "auto"
     compile: bool | None = None
-    runtime: Runtime = "auto"
+    runtime: str = "auto"
     device_map: str | None = None
     quantization: Quantization = "none"
     revision: str | None = None
