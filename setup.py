@@ -1,7 +1,7 @@
 """Builds the native step: one library with kernels for several instruction sets. All else stands in pyproject.toml.
 
-The compiler is $CXX, c++, g++ or clang++, else the one of the package `ziglang` where that is installed. Without any,
-the package is installed without the native step, and says so when it runs.
+The compiler is $CXX, c++, g++, clang++, or the package `ziglang` where the build sees that. Without any, the package is
+installed without the native step, and says so when it runs.
 """
 
 import os
@@ -39,6 +39,14 @@ def compiler() -> list[str]:
     raise CompileError("no C++ compiler: install g++ or the package ziglang for the native step")
 
 
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    """A running command; CompileError where there is no such program, so that the installation goes on."""
+    try:
+        return subprocess.Popen(command)
+    except OSError as error:
+        raise CompileError(f"{command[0]} cannot be run: {error.strerror}") from error
+
+
 class BuildKernels(build_ext):
     """Each file of kernels has the flags of its instruction set."""
 
@@ -52,13 +60,20 @@ class BuildKernels(build_ext):
         for source in map(Path, extension.sources):
             objects.append(str(scratch / f"{source.stem}.o"))
             flags = [*COMMON.split(), *FLAGS.get(source.stem, "").split()]
-            running.append(subprocess.Popen([*command, *flags, "-c", str(source), "-o", objects[-1]]))
-        if any([process.wait() for process in running]):
+            running.append(start([*command, *flags, "-c", str(source), "-o", objects[-1]]))
+        link = [*command, "-shared", "-pthread", *objects, "-o", str(out)]
+        if any([process.wait() for process in running]) or start(link).wait():
             raise CompileError("the native step does not compile here")
-        subprocess.run([*command, "-shared", "-pthread", *objects, "-o", str(out)], check=True)
 
 
 setup(
-    ext_modules=[Extension("drafter.kernels._native", [f"{SOURCES}{name}.cpp" for name in FILES], optional=True)],
+    ext_modules=[
+        Extension(
+            "drafter.kernels._native",
+            [f"{SOURCES}{name}.cpp" for name in FILES],
+            depends=sorted(map(str, Path(SOURCES).glob("*.h"))),  # a source distribution has them, too
+            optional=True,
+        )
+    ],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -124,12 +124,15 @@ class TransformersBackend(Backend):
         """Answer all prompts (see :class:`Backend`)."""
         model: Any = self._target.model  # the type checker does not know the mixin with `generate`
         torch.manual_seed(params.signed_seed)
+        num_threads = torch.get_num_threads()  # one, where a native target decodes beside
+        torch.set_num_threads(self._target.traits.num_threads)
         kept, model.generation_config = model.generation_config, GenerationConfig()
         try:
             for start in range(0, len(prompts), self._batch_size):
                 yield from enumerate(self._generate(model, prompts[start : start + self._batch_size], params), start)
         finally:
             model.generation_config = kept
+            torch.set_num_threads(num_threads)
 
     @torch.inference_mode()
     def _generate(self, model: Any, prompts: Sequence[list[int]], params: SamplingParams) -> list[TimedAnswer]:
@@ -199,7 +202,7 @@ def start_peer(
         "weights": spec.gguf_weights,
         "num_slots": batch_size,
         "num_tokens": num_tokens,
-        "num_threads": torch.get_num_threads(),
+        "num_threads": target.traits.num_threads,
         "dtype": str(target.dtype).removeprefix("torch."),
         "is_cpu": target.device.type == "cpu",
         "eos": target.eos_token_ids,

@@ -148,7 +148,7 @@ class _Point:
                 "num_parameters": target.runtime.num_parameters,
                 "fingerprint": target.fingerprint,
             },
-            "device": device_name(target.device),
+            "device": device_name(target),
             "drafter": options.drafter_used if spec.name == "drafter" else None,
             "draft_model": options.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
@@ -176,7 +176,7 @@ class _Point:
             name = Path(used["tuned"]).name
             used |= {"tuned": name, "reason": used["reason"].replace(used["tuned"], name)}
         workload, made_by = self.workload, run_record()
-        machine = {"device": device_name(self.models.target.device), "threads": torch.get_num_threads()}
+        machine = {"device": device_name(self.models.target), "threads": self.models.target.traits.num_threads}
         return {
             "kind": "run",
             **({"build": backend.build} if backend.build else {}),

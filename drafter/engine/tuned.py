@@ -220,12 +220,13 @@ class TreeSizer:
         self._expected *= keep
 
 
-def device_name(device: torch.device) -> str:
+def device_name(target: Target) -> str:
     """Name of the accelerator, or name of the processor and number of threads, for measured step times."""
+    device = target.device
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
         return str(accelerator.get_device_name(device)) if hasattr(accelerator, "get_device_name") else device.type
-    return f"{cpu_name() or device.type}, {torch.get_num_threads()} threads"
+    return f"{cpu_name() or device.type}, {target.traits.num_threads} threads"
 
 
 def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
@@ -240,7 +241,7 @@ def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
 def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: bool) -> dict[str, Any]:
     """What measured sizes depend on: machine, target, drafter, and whether the steps are compiled."""
     return {
-        "device": device_name(target.device),
+        "device": device_name(target),
         "dtype": number_format(target),
         "runtime": target.runtime.name,
         "compile": is_compiled,

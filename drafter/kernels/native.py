@@ -7,6 +7,7 @@ Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · M listed
 """
 
 import ctypes
+import sysconfig
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -122,12 +123,12 @@ MOST_BEAMS = 64  # of a search
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None where the package was installed without a compiler."""
-    folder = Path(__file__).parent
-    file = next(iter(sorted(folder.glob("_native*.so"))), None)
-    if file is None:
+    """The built library; None where the package was installed without a compiler, or the library does not load here."""
+    file = Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    try:
+        found = ctypes.CDLL(str(file))
+    except OSError:  # not there, or built for another system
         return None
-    found = ctypes.CDLL(str(file))
     found.block_bytes.restype = ctypes.c_int64
     found.instructions.restype = ctypes.c_char_p
     return found

@@ -5,6 +5,7 @@ the number of selected layers).
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -45,6 +46,12 @@ class Spec(NamedTuple):
         return self.num_shards == 1 and self.device_map is None
 
 
+@cache
+def process_threads() -> int:
+    """Threads of torch at the first call, before a runtime with threads of its own takes the cores."""
+    return torch.get_num_threads()
+
+
 class Traits(NamedTuple):
     """Facts about a runtime and the weights that the runtime holds.
 
@@ -58,6 +65,7 @@ class Traits(NamedTuple):
         has_plain_logits: logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap).
         cheap_tokens: tokens that a forward verifies at little more than the cost of one; None: the device's default.
         layer_devices: where each layer computes; empty: all on one device.
+        num_threads: that compute on a CPU.
     """
 
     number_format: str
@@ -69,6 +77,7 @@ class Traits(NamedTuple):
     has_plain_logits: bool = True
     cheap_tokens: int | None = None
     layer_devices: tuple[torch.device, ...] = ()
+    num_threads: int = 1
 
 
 class RowCache(Protocol):

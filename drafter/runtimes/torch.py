@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
-from drafter.runtimes.base import Slots, TargetOutput, Traits
+from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
 from drafter.targets.cache import CacheShape, SlotCache, cache_keyword, use_folded_attention
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, probe, refusal
 from drafter.targets.masks import slot_positions, slots_mask
@@ -79,6 +79,7 @@ class TorchRuntime:
             and output.bias is None
             and self.capabilities.logit_map == LogitMap(),
             layer_devices=self._layer_devices,
+            num_threads=process_threads(),
         )
 
     def pack(self) -> None:
@@ -120,6 +121,7 @@ class TorchRuntime:
         (:func:`drafter.targets.cache.folded_attention`). The model stays so.
         """
         use_folded_attention(self.model)
+        torch.set_num_threads(process_threads())  # a native target may have taken them
 
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
         """An empty cache."""

@@ -49,7 +49,10 @@ def load_native(spec: Spec) -> Target:
     if spec.trust_remote_code or spec.dtype == "float16":
         raise Unsuitable("it runs described models as their files store them, in float32 or in bfloat16")
     if native.library() is None:
-        raise Unsuitable("the native step was not built: install a C++ compiler or ziglang, then the package again")
+        raise Unsuitable(
+            "the native step was not built, so torch computes in float32, several times slower: install a C++ compiler "
+            "(or ziglang, and set CXX='python -m ziglang c++ -mcpu=baseline'), then the package again"
+        )
     number_format = "stored" if spec.dtype == "auto" else spec.dtype
     is_plain = number_format == "bfloat16" or spec.quantization != "none"  # of the file's numbers, not its integers
     stored = None if is_plain else stored_file(spec.name)

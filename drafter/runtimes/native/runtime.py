@@ -12,14 +12,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter.kernels import native
-from drafter.runtimes.base import Slots, TargetOutput, Traits, Unsuitable
+from drafter.runtimes.base import Slots, TargetOutput, Traits, Unsuitable, process_threads
 from drafter.runtimes.native.family import describe, head_dim_of, rotation_table
 from drafter.runtimes.native.weights import Stored, matrix
 
@@ -92,7 +92,11 @@ class NativeRuntime:
         self._target = "BF16" if number_format == "bfloat16" else None
         cheap = _CHEAP_TOKENS.get(native.instructions(), 2)
         self.traits = Traits(
-            number_format, is_exact=True, has_plain_logits=self._has_plain_logits(), cheap_tokens=cheap
+            number_format,
+            is_exact=True,
+            has_plain_logits=self._has_plain_logits(),
+            cheap_tokens=cheap,
+            num_threads=process_threads(),
         )
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
         # Each weight's matrix, first row there and outputs; norms and biases, as the module has them.
@@ -100,7 +104,7 @@ class NativeRuntime:
         self.vectors: dict[str, Tensor] = {}
         self._kept: list[Any] = []
         self.num_parameters = 0
-        native.set_num_threads(num_threads())
+        native.set_num_threads(process_threads())
         self._model = self._build()
         if self._left:
             raise Unsuitable(f"its weight {min(self._left)} is not described")
@@ -318,9 +322,3 @@ class NativeRuntime:
         model = native.Model.from_buffer_copy(self._model)
         model.num_layers, model.layers = number, ctypes.cast(layers, ctypes.POINTER(native.Layer))
         return model.keep(layers)
-
-
-@cache
-def num_threads() -> int:
-    """Threads of the native step: those that torch had before the first native target was loaded."""
-    return torch.get_num_threads()
