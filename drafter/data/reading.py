@@ -192,6 +192,8 @@ def _load(name: str, *, streaming: bool) -> Any:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are told once, by us
     hub_logging.set_verbosity_error()
     repository, _, split = name.partition(":")
+    if Path(repository).exists():  # which `datasets` would take in place of the hub's
+        raise ValueError(f"{name}: {repository} is a folder here: name a file in it ({_KNOWN}), or work elsewhere")
     return datasets.load_dataset(repository, streaming=streaming, split=split or "train")
 
 

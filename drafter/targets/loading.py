@@ -158,7 +158,10 @@ def _check_layers(files: Sequence[Path]) -> None:
     for file in files:
         if file.name == "config.json":
             config = read_json_object(file)
-            parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
+            parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+            for kernel in (str(part.get("_attn_implementation")) for part in parts):
+                if "/" in kernel:  # transformers would fetch the kernel, and run its code
+                    raise ValueError(f"config.json names the attention kernel {kernel!r} of a hub: take the name out")
             counts = [part.get(name) for part in parts for name in ("num_hidden_layers", "n_layer", "num_layers")]
             wanted = max((count for count in counts if isinstance(count, int)), default=0)
         elif file.suffix == ".safetensors":

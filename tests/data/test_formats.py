@@ -164,6 +164,13 @@ def test_parquet_is_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytes
         list(read_records(path))
 
 
+def test_a_hub_name_that_is_a_folder_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "er").mkdir(parents=True)
+    with pytest.raises(ValueError, match="own/er is a folder here"):
+        list(read_rows("own/er:train"))
+
+
 def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

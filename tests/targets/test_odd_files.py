@@ -52,6 +52,12 @@ def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, mess
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
+def test_a_kernel_of_a_hub_is_not_fetched(folder: Path) -> None:
+    change(folder / "config.json", {"_attn_implementation": "somebody/kernel"})
+    with pytest.raises(ValueError, match="names the attention kernel 'somebody/kernel' of a hub"):
+        load_target(str(folder), device="cpu", runtime="torch")
+
+
 def test_layers_are_counted_before_they_are_built(folder: Path) -> None:
     change(folder / "config.json", {"num_hidden_layers": 10**9})
     with pytest.raises(ValueError, match="config.json asks for 1,000,000,000 layers, and its files hold 2"):
