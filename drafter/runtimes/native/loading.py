@@ -1,7 +1,10 @@
 """Loads a target for the native runtime, from the integers of a GGUF file or the weights of safetensors files."""
 
+import contextlib
 import copy
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -118,20 +121,23 @@ def _ends(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, float, float]]:
 
 
 def _check(runtime: NativeRuntime, config: Any) -> None:
-    """Compare a short forward through the first layers with transformers' own module, once for a configuration.
+    """Compare a short forward through the first layers with transformers' own module, once for a configuration and its
+    weights' names.
 
     Raises:
         Unsuitable: the description is not the model's.
     """
-    facts = [config.to_dict(), version("transformers"), native.instructions(), runtime.traits.number_format, 1]
+    names = sorted({*runtime.places, *runtime.vectors})
+    facts = [config.to_dict(), version("transformers"), native.instructions(), runtime.traits.number_format, names]
     mark = home_folder() / "checked" / key_of([], json.loads(json.dumps(facts, default=str)))
-    if mark.exists():
+    if os.path.exists(mark):
         return
     distance = _distance(runtime, config)
     if not distance <= _TOLERANCE:
         raise Unsuitable(f"its first layers give other states than transformers' (off by {distance:.2g})")
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    with contextlib.suppress(OSError):  # a home that cannot be written: every start checks
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
 
 
 @torch.no_grad()
@@ -152,7 +158,9 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     with no_init_weights():
         module = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").model
     own = {name.removeprefix("model."): weight for name, weight in _numbers(runtime, number)}
-    module.load_state_dict({name: own[name] for name in module.state_dict() if name in own}, strict=False, assign=True)
+    if differing := (module.state_dict().keys() - {"embed_tokens.weight"}) ^ own.keys():
+        raise Unsuitable(f"the weight {min(differing)} is only in the checkpoint, or only in transformers' module")
+    module.load_state_dict(own, strict=False, assign=True)
     tokens = torch.arange(2, 10)[None] % runtime.vocab_size
     embedding = runtime.embed(tokens)
     wanted = module.eval()(inputs_embeds=embedding, use_cache=False, return_dict=True).last_hidden_state
@@ -172,9 +180,13 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
 
 def _numbers(runtime: NativeRuntime, num_layers: int) -> Iterator[tuple[str, Tensor]]:
     """The numbers of the first layers' weights by the names of transformers."""
-    for name, weight in runtime.vectors.items():
-        yield name, weight
-    for name, (matrix, start, outputs) in runtime.places.items():
-        layer = name.removeprefix("model.layers.").partition(".")[0]
-        if layer.isdecimal() and int(layer) < num_layers:
+    kept = re.compile(r"model\.(norm|layers\.(\d+))\.")
+    for name in (*runtime.vectors, *runtime.places):
+        found = kept.match(name)
+        if found is None or int(found[2] or 0) >= num_layers:
+            continue
+        if name in runtime.vectors:
+            yield name, runtime.vectors[name]
+        else:
+            matrix, start, outputs = runtime.places[name]
             yield name, native.unpack_rows(matrix, torch.arange(start, start + outputs))

@@ -30,6 +30,10 @@ _CHEAP_TOKENS = {"avx512-vnni": 4, "avx-vnni": 4}
 _IGNORED = ("rotary_emb.inv_freq",)
 
 
+def _padded(number: int) -> int:
+    return -(-number // native.LANES) * native.LANES
+
+
 class NativeCache:
     """Keys and values of some rows, in blocks of 16 slots (csrc/layout.h); see :class:`drafter.runtimes.base.RowCache`.
 
@@ -40,10 +44,10 @@ class NativeCache:
 
     def __init__(self, model: native.Model, num_rows: int, num_slots: int) -> None:
         self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
-        self._model, slots = model, -(-(num_slots + 1) // native.LANES) * native.LANES
+        self._model, slots = model, _padded(num_slots + 1)
         lead, dim = (model.num_layers, num_rows, model.num_key_heads), model.head_dim
         self._keys = torch.zeros(*lead, slots // native.LANES, dim, native.LANES)
-        self._values = torch.zeros(*lead, slots, -(-dim // native.LANES) * native.LANES)
+        self._values = torch.zeros(*lead, slots, _padded(dim))
         self.native = native.Cache(num_rows, slots, num_slots, self._keys.data_ptr(), self._values.data_ptr())
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
@@ -189,7 +193,8 @@ class NativeRuntime:
             if stored is None:
                 raise Unsuitable(f"it has no weight {name}.weight")
             parts.append(stored)
-            biases.append(self._take(name + ".bias", (outputs,)))
+            is_in_layer = name.startswith("model.layers.")  # no described model has other biases
+            biases.append(self._take(name + ".bias", (outputs,)) if is_in_layer else None)
         bias = None
         if any(each is not None for each in biases):
             given = zip(biases, names, strict=True)
@@ -198,9 +203,9 @@ class NativeRuntime:
         made = matrix(parts, is_rounded=self._is_rounded, target=self._target, bias=bias)
         self._kept.append(made)
         start = 0
-        for name, outputs in names:
+        for (name, outputs), own in zip(names, biases, strict=True):
             self.places[name + ".weight"] = made, start, outputs
-            if bias is not None:
+            if bias is not None and own is not None:
                 self.vectors[name + ".bias"] = bias[start : start + outputs]
             start += outputs
         return made
@@ -280,8 +285,9 @@ class NativeRuntime:
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
         """Bytes of a cache."""
-        model = self._model
-        return 8 * model.num_layers * model.num_key_heads * model.head_dim * num_rows * (num_slots + 1)
+        model, slots = self._model, _padded(num_slots + 1)
+        numbers = num_rows * slots * (model.head_dim + _padded(model.head_dim))
+        return 4 * model.num_layers * model.num_key_heads * numbers
 
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: NativeCache | None, context_layers: Sequence[int] = ()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
@@ -148,3 +149,31 @@ def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monk
     saved("Mixtral", tmp_path / "mixture")
     assert load_target(str(tmp_path / "mixture"), device="cpu").runtime.name == "torch"
     assert native_target(tmp_path / "model").vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "added"),
+    [("Qwen2", "q_proj.bias", ""), ("Qwen3", "q_norm.weight", ""), ("Llama", "", "o_proj"), ("Llama", "", "lm_head")],
+)
+def test_weights_that_transformers_has_not_or_asks_for_are_not_passed_over(
+    kind: str, lost: str, added: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    saved(kind, folder)
+    native_target(folder)  # a checkpoint of the same configuration was found right before
+    weights = {name: weight for name, weight in load_file(file).items() if not (lost and name.endswith(lost))}
+    for name in [name for name in weights if added and name.endswith(f"{added}.weight")]:
+        weights[name.removesuffix("weight") + "bias"] = torch.ones(len(weights[name]))
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"runtime native cannot run .*{lost or added + '.bias'}"):
+        load_target(str(folder), device="cpu", runtime="native")
+
+
+def test_a_home_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "file"))
+    saved("Llama", tmp_path / "model")
+    runtime: Any = native_target(tmp_path / "model").runtime
+    cache = runtime.new_cache(2, 40)
+    assert runtime.cache_bytes(2, 40) == cache._keys.nbytes + cache._values.nbytes
