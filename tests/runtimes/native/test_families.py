@@ -42,6 +42,7 @@ def saved(kind: str, folder: Path, **changes: Any) -> Any:
             torch.nn.init.normal_(weight, mean=float("weight" in kind), std=0.3)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
+    model.set_attn_implementation("eager")  # SDPA of transformers below 5.21 leaves out the soft cap of Gemma 2
     return model.eval()
 
 
