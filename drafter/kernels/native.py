@@ -90,7 +90,7 @@ class Tokens(_Structure):
 
     _fields_ = [
         ("num_rows", _int), ("num_tokens", _int), ("first_row", _int),
-        ("token", _address), ("slot", _address), ("position", _address), ("ancestor", _address),
+        ("slot", _address), ("position", _address), ("ancestor", _address),
     ]  # fmt: skip
 
 

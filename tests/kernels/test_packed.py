@@ -1,10 +1,12 @@
 """Packed linear layers: the same products, and only where they belong."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 
+from drafter.kernels import native
 from drafter.kernels.packed import PackedMatrix, can_pack, can_round, pack_linears
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -52,3 +54,9 @@ def test_a_packed_drafter_drafts_the_same(head: str) -> None:
     tolerance = 0.05 if can_round(CPU) else 1e-5
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
     assert packed.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_the_native_step_is_built_where_a_compiler_is() -> None:
+    """Its own tests are skipped without the library, so that a build that fails would show nowhere else."""
+    assert native.library() is not None

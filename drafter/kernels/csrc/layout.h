@@ -73,7 +73,7 @@ struct Cache {
 
 struct Tokens {
   int32_t num_rows, num_tokens, first_row;
-  const int64_t *token, *slot, *position;  // [B, T]
+  const int64_t *slot, *position;  // [B, T]
   const uint8_t* ancestor;                 // [B, T, T]: [i, j] is 1 where j is i or an ancestor of i; null: causal
 };
 

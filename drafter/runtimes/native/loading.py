@@ -171,7 +171,7 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     for part, ancestor in ((slice(0, 5), None), (slice(5, 8), torch.ones(1, 3, 3, dtype=torch.bool).tril())):
         slots = Slots(place[:, part].contiguous(), place[:, part].contiguous(), ancestor)
         given = native.Tokens(
-            1, slots.slot_BT.shape[1], 0, None, slots.slot_BT.data_ptr(), slots.position_BT.data_ptr(),
+            1, slots.slot_BT.shape[1], 0, slots.slot_BT.data_ptr(), slots.position_BT.data_ptr(),
             None if ancestor is None else ancestor.data_ptr(),
         )  # fmt: skip
         found.append(native.forward(model, cache.native, given, embedding[:, part].contiguous())[0])

@@ -300,7 +300,7 @@ class NativeRuntime:
         slot_BT, position_BT = slots.slot_BT.contiguous(), slots.position_BT.contiguous()
         ancestor_BTT = None if slots.ancestor_BTT is None else slots.ancestor_BTT.contiguous()
         tokens = native.Tokens(
-            *slot_BT.shape, slots.first_row, None, slot_BT.data_ptr(), position_BT.data_ptr(),
+            *slot_BT.shape, slots.first_row, slot_BT.data_ptr(), position_BT.data_ptr(),
             None if ancestor_BTT is None else ancestor_BTT.data_ptr(),
         )  # fmt: skip
         embedding_BTD = self.embed(token_BT)
