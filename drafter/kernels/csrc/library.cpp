@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "tree.h"
 
 namespace plain { extern const Kernels kernels; }
 #if defined(__x86_64__)
@@ -182,6 +183,18 @@ void forward(const Model* m, const Cache* c, const Tokens* t, const float* embed
   chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
 }
 void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
+void largest(const float* x, int num_rows, int64_t size, int64_t* index) {
+  for (int n = 0; n < num_rows; n++) index[n] = chosen->kernels->largest(x + n * size, size);
+}
+void pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
+                int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {
+  for (long b = 0; b < B; b++)
+    pack_row(M, N, root[b], token + b * M, parent + b * M, depth + b * M, score + b * M, {to_token + b * N, to_parent + b * N, to_depth + b * N, to_is_node + b * N});
+}
+void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t* is_node, const int64_t* pick, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
+  for (long b = 0; b < B; b++)
+    accept_row(N, L, {token + b * N, parent + b * N, nullptr, is_node + b * N}, pick + b * N, path + b * (L + 1), num_accepted + b, bonus + b);
+}
 void move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
   const long dim = m->head_dim, wide = (dim + 15) / 16 * 16;
   float* held = (float*)malloc(4 * num * (dim + wide));
