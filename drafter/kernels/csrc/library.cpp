@@ -13,11 +13,9 @@
 #include "tree.h"
 
 namespace plain { extern const Kernels kernels; }
-#if defined(__x86_64__)
 namespace avx2 { extern const Kernels kernels; }
 namespace avx_vnni { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
-#endif
 
 #if defined(__x86_64__)
 // A bit of CPUID: leaf, subleaf, register (0 = eax), bit. Compilers' own questions differ.
@@ -38,9 +36,15 @@ static bool has_avx512() { return has_avx2() && keeps(0xe6) && has(7, 0, 1, 16) 
 struct Choice { const char* name; const Kernels* kernels; bool (*is_here)(); };
 static const Choice choices[] = {  // best first
 #if defined(__x86_64__)
+#ifndef WITHOUT_STEP_AVX512
   {"avx512-vnni", &avx512::kernels, has_avx512},
+#endif
+#ifndef WITHOUT_STEP_AVX_VNNI
   {"avx-vnni", &avx_vnni::kernels, has_avx_vnni},
+#endif
+#ifndef WITHOUT_STEP_AVX2
   {"avx2", &avx2::kernels, has_avx2},
+#endif
 #endif
   {"plain", &plain::kernels, [] { return true; }},
 };
