@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from drafter.utils import parse
 from drafter.utils.io import first_line
@@ -98,8 +98,9 @@ def _open(path: Path | str, name: str) -> Iterator[BinaryIO]:
                 import fsspec
 
                 stream = stack.enter_context(fsspec.open(path, "rb"))
-            is_packed = str(path).lower().endswith(".gz")
-            yield stack.enter_context(cast(BinaryIO, gzip.open(stream))) if is_packed else stream
+            if str(path).lower().endswith(".gz"):
+                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+            yield stream
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name}: damaged gzip file ({error})") from error
 
