@@ -28,7 +28,7 @@ RULES = {
     "serving": "engine proposers decoding models targets utils torch fastapi ray:ray_app.py",
     "integrations": "runtimes engine proposers decoding models targets utils torch transformers wandb:wandb.py "
     "vllm:__init__.py,model.py",
-    "bench": "distill:workload.py,acceptance.py,load.py data engine proposers decoding models targets utils torch "
+    "bench": "distill:workload.py data engine proposers decoding models targets utils torch "
     "transformers:backends.py datasets:workload.py matplotlib:plots.py vllm:peer_worker.py",
     "training": "runtimes integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models "
     "targets utils torch transformers lightning",

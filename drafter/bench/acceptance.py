@@ -21,9 +21,9 @@ from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import make_warp
 from drafter.decoding.tree import ancestors
 from drafter.decoding.verify import accept_picks
-from drafter.distill.client import Client, Reply, ServerError
 from drafter.engine.engine import Engine
 from drafter.targets.target import Target
+from drafter.utils.client import Client, Reply, ServerError
 
 _VLLM = "vllm:spec_decode_num_"
 _PER_DEPTH = f"{_VLLM}accepted_tokens_per_pos_total/"

@@ -16,7 +16,7 @@ from drafter.bench.report import level_of
 from drafter.bench.results import BenchRecord, append_result, spread
 from drafter.bench.settings import LoadOptions
 from drafter.bench.workload import Item, Workload
-from drafter.distill.client import Client, key_header
+from drafter.utils.client import Client, key_header
 from drafter.utils.io import first_line, printable
 from drafter.utils.provenance import run_record
 

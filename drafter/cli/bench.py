@@ -68,7 +68,7 @@ def bench_serve(options: LoadOptions) -> None:
     from drafter.bench.load import run_load
     from drafter.bench.report import load_table
     from drafter.bench.workload import read_prompt_set
-    from drafter.distill.client import Client
+    from drafter.utils.client import Client
 
     Client(options.url, flag="--url")  # a wrong address is refused before anything is read
     if options.out is not None:

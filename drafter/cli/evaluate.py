@@ -67,9 +67,9 @@ def evaluate(options: EvaluateOptions) -> int:
     from drafter.bench.acceptance import measure_here, measure_server, warning_lines, whole_of
     from drafter.bench.workload import read_prompt_set
     from drafter.decoding.params import SamplingParams
-    from drafter.distill.client import Client
     from drafter.distill.same_model import compare_models
     from drafter.engine.engine import Engine
+    from drafter.utils.client import Client
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record
 

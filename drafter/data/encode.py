@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
-from drafter.data.reading import RawRow, fingerprint_of, read_records
+from drafter.data.reading import RawRow, digest_of_rows, read_records
 from drafter.data.rows import TokenRows
 from drafter.targets.chat import limited_map, render_chat, what_runs
 
@@ -92,7 +92,7 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
     from datasets.exceptions import DatasetGenerationError
 
     def rows() -> Iterator[dict[str, Any]]:
-        records = read_records(name, streaming=False)
+        records = read_records(name)
         batch: list[RawRow] = []
         num_bytes = 0
         for record in records:
@@ -104,7 +104,7 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
         yield from (row.columns() for row in encoder.encode(batch))
 
     settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
-    key = json.dumps([fingerprint_of(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
+    key = json.dumps([digest_of_rows(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
     fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     try:
         return Dataset.from_generator(rows, features=row_features(), fingerprint=fingerprint)

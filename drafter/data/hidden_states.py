@@ -17,8 +17,8 @@ interrupted run continues, and several data sets, targets and drafters share a f
 Shapes: R rows · B rows of a batch · T tokens · L stored layers · D hidden size · C context size.
 """
 
-import fcntl
 import hashlib
+import math
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter.data.batch import plan_in_order
 from drafter.data.rows import TokenRow, TokenRows
 from drafter.targets.target import Target
-from drafter.utils.io import first_line
+from drafter.utils.io import first_line, locked, renamed
 
 FLAG = "--data.hidden_states"
 _STATES, _TOKENS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
@@ -128,7 +128,6 @@ def cache_states(
     Raises:
         OSError: the disk has no room for the states.
     """
-    from filelock import FileLock
     from tqdm import tqdm
 
     folder = Path(folder).expanduser()
@@ -140,7 +139,8 @@ def cache_states(
     names = [_digest(rows.row(index).token_T, f"{start} {key}") for index, start in enumerate(starts)]
     files = [folder / f"{name.hex()}.safetensors" for name in names]
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):
+    (folder / ".lock").touch()
+    with locked(folder / ".lock", wait=True, seconds=math.inf):
         missing = list({file: index for index, file in enumerate(files) if not file.is_file()}.values())
         if missing:
             num_positions = int(cropped.length_R[missing].sum())
@@ -158,9 +158,9 @@ def cache_states(
                 state_BTD = torch.cat(layers, dim=-1).to(torch.bfloat16).cpu()
                 state_BTLD = state_BTD.unflatten(-1, (-1, target.hidden_size))
                 for state_TLD, index, token_T in zip(state_BTLD, indices, tokens, strict=True):
-                    kept, new = slice(starts[index], len(token_T)), files[index].with_suffix(".tmp")
-                    save_file({_STATES: state_TLD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
-                    new.replace(files[index])  # a file under the final name is whole
+                    kept = slice(starts[index], len(token_T))
+                    with renamed(files[index]) as new:
+                        save_file({_STATES: state_TLD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
                 bar.update(sum(map(len, tokens)))
     return StatesOnDisk(files, cropped, target.dtype, has_context=bool(context_layers))
 
@@ -249,11 +249,8 @@ def _open(path: Path) -> Iterator[Any]:
     """The open file; ValueError while its writer holds the lock, and for a damaged file."""
     lock = path.with_name(path.name + ".lock")
     with ExitStack() as stack:
-        if lock.is_file():
-            try:
-                fcntl.flock(stack.enter_context(lock.open()), fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(f"{path} is still being written (its lock is held): wait for the engine") from error
+        if lock.is_file() and stack.enter_context(locked(lock, is_shared=True)) is False:
+            raise ValueError(f"{path} is still being written (its lock is held): wait for the engine")
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no regular file")  # a pipe would be waited for
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafter.data.encode import RowEncoder, encode_files
 from drafter.data.hidden_states import StatesOnDisk, cache_states, index_stored_files, open_stored_states
 from drafter.data.loader import TrainLoader, ValLoader
-from drafter.data.reading import fingerprint_of
+from drafter.data.reading import digest_of_rows
 from drafter.data.rows import TokenRows, split_by_prompt
 from drafter.targets.catalog import load_tokenizer, vocab_size_of
 from drafter.targets.target import Target
@@ -105,7 +105,7 @@ class ChatDataModule(LightningDataModule):
         """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
         files = {name: Path(name).is_file() for name in self._train_names}
         return [
-            {"name": Path(name).name if is_file else name, "sha256": fingerprint_of(name) if is_file else None}
+            {"name": Path(name).name if is_file else name, "sha256": digest_of_rows(name) if is_file else None}
             for name, is_file in files.items()
         ]
 

@@ -1,7 +1,7 @@
 """Raw rows of files and of hub data sets, each with its place for messages.
 
 A file of any kind is read row by row, within limits that do not depend on its size, so that an error names the row and
-no value changes its type. `datasets` reads data sets of the hub. No code of a data set is run.
+no value changes its type. `datasets` names the files of a data set of the hub; no code of a data set is run.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from drafter.utils import parse
 from drafter.utils.io import first_line
@@ -22,6 +22,7 @@ from drafter.utils.parse import parse_json, read_lines, read_objects
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _JSON = (".json", ".json.gz")
+_KINDS = (*_JSONL, *_JSON, ".parquet", ".csv")
 _KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, *.csv, or a hub data set (owner/name or owner/name:split)"
 _MOST_COLUMNS = 1000
 _MOST_VALUES = 1 << 27  # of lists in a row group of Parquet, whose run lengths may stand for any number
@@ -35,12 +36,11 @@ class RawRow(NamedTuple):
     where: str
 
 
-def read_records(name: str | Path, *, streaming: bool = True) -> Iterator[RawRow]:
+def read_records(name: str | Path) -> Iterator[RawRow]:
     """The raw rows of a file or hub data set, one by one.
 
     Args:
-        name: path, or ``owner/name[:split]`` of a hub data set.
-        streaming: read a hub data set without a copy in the cache folder of `datasets`.
+        name: path, or ``owner/name[:split]`` of a hub data set, which is read without a copy on the disk.
 
     Raises:
         FileNotFoundError: no such file.
@@ -49,27 +49,27 @@ def read_records(name: str | Path, *, streaming: bool = True) -> Iterator[RawRow
     """
     name, record = str(name), None
     path = _file_of(name)
-    for record in _hub_rows(name, streaming) if path is None else _file_rows(path, name):
+    for record in _hub_rows(name) if path is None else _file_rows(path, name):
         yield record
     if record is None:
         raise ValueError(f"{name} holds no rows")
 
 
-def fingerprint_of(name: str) -> str:
+def digest_of_rows(name: str) -> str:
     """A hash of the rows of a file or hub data set; errors as of :func:`read_records`."""
     path = _file_of(name)
     if path is None:
         with reading(name, is_hub=True):
-            return str(_load(name, streaming=False)._fingerprint)
+            return hashlib.sha256("\n".join(_hub_files(name)).encode()).hexdigest()
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def read_json_lines(path: Path, name: str, *, skip_torn: bool = False) -> Iterator[RawRow]:
+def read_json_lines(path: Path | str, name: str, *, skip_torn: bool = False) -> Iterator[RawRow]:
     """The objects of a file of JSON lines, perhaps packed.
 
     Args:
-        path: the file.
+        path: the file, or its address on the hub.
         name: of the file, for messages.
         skip_torn: leave a last line out, with a note, that has no line feed: a server is writing it.
 
@@ -86,12 +86,20 @@ def read_json_lines(path: Path, name: str, *, skip_torn: bool = False) -> Iterat
 
 
 @contextlib.contextmanager
-def _open(path: Path, name: str) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked if its name ends with .gz."""
-    if path.exists() and not path.is_file():
+def _open(path: Path | str, name: str) -> Iterator[BinaryIO]:
+    """The bytes of a file or of an address on the hub, unpacked if the name ends with .gz."""
+    if isinstance(path, Path) and path.exists() and not path.is_file():
         raise ValueError(f"{name} is no regular file: write the rows to a file first")  # a pipe would be waited for
     try:
-        with cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb") as stream:
+        with contextlib.ExitStack() as stack:
+            if isinstance(path, Path):
+                stream: Any = stack.enter_context(path.open("rb"))
+            else:
+                import fsspec
+
+                stream = stack.enter_context(fsspec.open(path, "rb"))
+            if str(path).lower().endswith(".gz"):
+                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
             yield stream
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name}: damaged gzip file ({error})") from error
@@ -104,18 +112,19 @@ def _row_of(data: bytes, where: str) -> RawRow:
     return RawRow({key: value for key, value in fields.items() if value is not None}, where)
 
 
-def _file_rows(path: Path, name: str) -> Iterator[RawRow]:
+def _file_rows(path: Path | str, name: str) -> Iterator[RawRow]:
     """The rows of a file by the end of its name."""
-    if name.lower().endswith(_JSONL):
+    kind = str(path).lower()
+    if kind.endswith(_JSONL):
         yield from read_json_lines(path, name)
-    elif name.lower().endswith(".parquet"):
-        yield from _parquet_rows(path, name)
-    else:
-        with _open(path, name) as stream:
-            if name.lower().endswith(_JSON):
-                yield from (_row_of(data, f"{name}, row {number}") for number, data in read_objects(stream, name))
-            else:
-                yield from _csv_rows(stream, name)
+        return
+    with _open(path, name) as stream:
+        if kind.endswith(".parquet"):
+            yield from _parquet_rows(stream, name)
+        elif kind.endswith(_JSON):
+            yield from (_row_of(data, f"{name}, row {number}") for number, data in read_objects(stream, name))
+        else:
+            yield from _csv_rows(stream, name)
 
 
 def _csv_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
@@ -134,13 +143,13 @@ def _csv_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
         raise ValueError(f"{place}: the file cannot be read ({error})") from error
 
 
-def _parquet_rows(path: Path, name: str) -> Iterator[RawRow]:
+def _parquet_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
     """The rows of a Parquet file, a few at a time: a packed page may hold any number of copies of a long value."""
     with reading(name, is_hub=False):
         from pyarrow import parquet
 
         number = 0
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(stream) as file:
             about = file.metadata
             _check_columns(about.num_columns, name)
             is_list = [about.schema.column(index).max_repetition_level > 0 for index in range(about.num_columns)]
@@ -164,15 +173,16 @@ def _check_columns(number: int, name: str) -> None:
         raise ValueError(f"{name}: {number:,} columns are more than {_MOST_COLUMNS:,}: name rows by line, as JSON")
 
 
-def _hub_rows(name: str, streaming: bool) -> Iterator[RawRow]:
+def _hub_rows(name: str) -> Iterator[RawRow]:
+    """The rows of the files of a hub data set, within the limits of all files."""
     with reading(name, is_hub=True):
-        for number, item in enumerate(_load(name, streaming=streaming), start=1):
-            yield RawRow(without_null(item), f"{name}, row {number}")
+        for address in _hub_files(name):
+            yield from _file_rows(address, f"{name}, {address.rpartition('/')[2]}")
 
 
 def _file_of(name: str) -> Path | None:
     """The file of a name, None for ``owner/name[:split]``; an error for what is no file of a known kind."""
-    path, is_file_like = Path(name).expanduser(), name.lower().endswith((*_JSONL, *_JSON, ".parquet", ".csv"))
+    path, is_file_like = Path(name).expanduser(), name.lower().endswith(_KINDS)
     if not path.exists():
         if not is_file_like and re.fullmatch(r"[^./~][^/]*/[^/]+", name):
             return None
@@ -184,8 +194,8 @@ def _file_of(name: str) -> Path | None:
     return path
 
 
-def _load(name: str, *, streaming: bool) -> Any:
-    """The ``datasets.Dataset`` of a hub data set, or its stream."""
+def _hub_files(name: str) -> list[str]:
+    """The addresses of a hub data set's files, each with the revision."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 
@@ -194,7 +204,13 @@ def _load(name: str, *, streaming: bool) -> Any:
     repository, _, split = name.partition(":")
     if Path(repository).exists():  # which `datasets` would take in place of the hub's
         raise ValueError(f"{name}: {repository} is a folder here: name a file in it ({_KNOWN}), or work elsewhere")
-    return datasets.load_dataset(repository, streaming=streaming, split=split or "train")
+    files = datasets.load_dataset_builder(repository).config.data_files or {}
+    addresses = [str(address) for address in files.get(split or "train", ())]
+    if not addresses:
+        raise ValueError(f"no split {split or 'train'}: it has {', '.join(map(str, files)) or 'no files'}")
+    if other := next((each for each in addresses if not each.lower().endswith(_KINDS)), None):
+        raise ValueError(f"unknown kind of file {other.rpartition('/')[2]}; known are {_KNOWN}")
+    return addresses
 
 
 @contextlib.contextmanager
@@ -207,6 +223,8 @@ def reading(name: str, *, is_hub: bool) -> Iterator[None]:
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None  # a full disk, for instance
+        if str(cause).startswith(f"{name}, "):
+            raise  # of a row
         place = "the data set cannot be loaded from the hub" if is_hub else "the file cannot be read"
         raise ValueError(f"{name}: {place} ({first_line(cause)})") from error
 

@@ -83,10 +83,6 @@ class RowState(NamedTuple):
     num_visible: int
 
 
-class DraftsFailedError(ValueError):
-    """The numbers of a drafter are not finite; the step goes on without drafts."""
-
-
 class Proposer:
     """Base class of the proposers. A proposer changes how many tokens a step emits, never which tokens.
 
@@ -135,17 +131,14 @@ class Proposer:
     def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`.
 
-        On an accelerator, which nobody waits for here, nodes without a finite score are left out.
-
-        Raises:
-            DraftsFailedError: on a CPU, a node of a running row has no finite score.
+        A row with a score that is no number gets no drafts and is marked: nobody waits for an accelerator here.
         """
         token_BM, parent_BM, score_BM = self.draft(rows, noise_BLV)
-        if score_BM.device.type == "cpu" and bool((score_BM.isnan() & rows.is_active_B[:, None]).any()):
-            raise DraftsFailedError("the drafter's scores are not finite")
-        score_BM = score_BM.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        has_failed_B = score_BM.isnan().any(dim=1)
+        score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
-        return self._pack(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
+        found = self._pack(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
+        return found._replace(has_failed_B=has_failed_B)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""

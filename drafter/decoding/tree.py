@@ -32,6 +32,7 @@ class Candidates(NamedTuple):
     is_node_BN: Tensor
     # Draft distributions of the nodes' tokens, [B, N - 1, V]: only for drafts that are samples (two-model chain).
     log_q_BNV: Tensor | None = None
+    has_failed_B: Tensor | None = None  # rows without drafts, because scores were no numbers
 
 
 def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from drafter.distill.client import Client, ServerError
 from drafter.distill.prompts import AnswerStream, WantedAnswer, row_of
+from drafter.utils.client import Client, ServerError
 
 _ATTEMPTS = 7  # for one answer
 _PAUSE = 1.0  # seconds before the second attempt; the pause doubles before each further one

@@ -5,7 +5,7 @@ Opening the file removes an incomplete line. A file beside the rows records the 
 refused.
 """
 
-import fcntl
+import contextlib
 import json
 import mmap
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 from drafter.data.reading import read_json_lines
 from drafter.utils.fingerprint import same_fingerprint
-from drafter.utils.io import write_atomic
+from drafter.utils.io import locked, write_atomic
 from drafter.utils.parse import read_json_object
 
 
@@ -41,9 +41,11 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.
-        self._file = self.path.open("ab+", buffering=0)
+        self._open = contextlib.ExitStack()
+        self._file = self._open.enter_context(self.path.open("ab+", buffering=0))
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._open.enter_context(locked(self.path.resolve())) is False:
+                raise ValueError(f"--out {path}: another run is writing this file; give each run its own")
             self._check_settings(json.loads(json.dumps(settings)))
             self._remove_incomplete_line()
             records = list(read_json_lines(self.path, str(self.path)))
@@ -52,10 +54,8 @@ class Journal:
                     if not isinstance(record.fields.get(name), kind):
                         raise ValueError(f"{record.where} has no {name}, or one that is no {kind.__name__}")
             self.rows = [record.fields for record in records]
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, BlockingIOError):
-                raise ValueError(f"--out {path}: another run is writing this file; give each run its own") from error
+        except BaseException:
+            self._open.close()
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Journal:
         """Flush the rows to the disk, and release and close the file."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
-            self._file.close()
+            self._open.close()
 
     def __enter__(self) -> "Journal":
         return self

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.data.formats import check_ids
-from drafter.distill.client import Client, Reply, ServerError
+from drafter.utils.client import Client, Reply, ServerError
 
 if TYPE_CHECKING:
     from drafter.targets.target import Target

@@ -181,14 +181,17 @@ class Runner:
         except Exception as error:
             if is_trial or is_out_of_memory(error):
                 raise
-            if not self.num_failed_drafts:
-                _log.warning("a step goes on without drafts, which failed: %s", first_line(error))
-            self.num_failed_drafts += 1
+            self._count_failure(first_line(error))
         candidates = RootOnly(proposer.num_nodes).propose(rows, noise_BLV)
         if self._is_rejection:  # padding has no q, but the rule reads one
             shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
             candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
         return candidates
+
+    def _count_failure(self, reason: str) -> None:
+        if not self.num_failed_drafts:
+            _log.warning("a step goes on without drafts, which failed: %s", reason)
+        self.num_failed_drafts += 1
 
     def _results(
         self,
@@ -198,10 +201,12 @@ class Runner:
         emitted_BL: Tensor,
         requests: Sequence[Request],
     ) -> list[Tensor]:
-        """What :meth:`_hand_out` reads: number and ids of the emitted tokens [B, L + 2]; then, where a request asks for
-        them, log-probabilities of the rows that ask, and the trees of all rows.
+        """What :meth:`_hand_out` reads: whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then,
+        where a request asks for them, log-probabilities of the rows that ask, and the trees of all rows.
         """
-        results = [torch.cat([accepted.num_accepted_B[:, None] + 1, emitted_BL], dim=1)]
+        number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
+        failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
+        results = [torch.cat([failed_B[:, None], number_B[:, None], emitted_BL], dim=1)]
         num_logprobs = _num_logprobs(requests)
         if num_logprobs:
             row_R = self._sent(list(num_logprobs))
@@ -223,9 +228,11 @@ class Runner:
             logprobs[row] = [
                 TokenLogprob(each, list(zip(*top, strict=True))[:num_top]) for each, *top in zip(*columns, strict=True)
             ]
+        if any(lines[request.row][0] for request in requests):
+            self._count_failure("the drafter's scores are no numbers")
         updates = []
         for request in requests:
-            num_emitted, *emitted = lines[request.row]
+            _, num_emitted, *emitted = lines[request.row]
             update = Update(request, emitted[:num_emitted], logprobs.get(request.row))
             if request.options.want_tree:
                 tokens, parents, is_node, path, bonus_id = (column[request.row] for column in others[-5:])

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from drafter.models.files import FLOATS
 from drafter.utils.validate import check_ranges, within
 
-_CHOICES = {"cell": ("rnn",), "context": ("last", "fused"), "head": ("full", "tied")}
+_CHOICES = {"context": ("last", "fused"), "head": ("full", "tied")}
+_FORMER = {"cell": "rnn", "head_rank": None}  # keys of earlier versions, and the one value that they may have
 _MAX_CONTEXT_LAYERS = 64
 _FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
@@ -36,7 +37,6 @@ class DrafterConfig(PreTrainedConfig):
     Attributes:
         vocab_size: V, rows of the target's output matrix.
         hidden_size: D, the target's hidden size, and the size of the recurrent state.
-        cell: ``rnn``: s' = SiLU(W e + U s + b), as published.
         context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers``, each
             normalised, through one linear layer.
         context_layers: indices into the target's hidden states (0 = embeddings), the final one last; only with
@@ -62,7 +62,6 @@ class DrafterConfig(PreTrainedConfig):
     # The limits of the sizes lie far above every known model.
     vocab_size: int = within(32000, low=2, high=2**24)
     hidden_size: int = within(4096, low=1, high=2**18)
-    cell: str = "rnn"
     context: str = "last"
     context_layers: tuple[int, ...] | list[int] = within((), low=0)
     head: str = "full"
@@ -77,8 +76,9 @@ class DrafterConfig(PreTrainedConfig):
     target_fingerprint: str = ""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.get("head_rank", 0) is None:
-            del kwargs["head_rank"]  # a key of earlier versions
+        for name, only in _FORMER.items():
+            if (value := kwargs.pop(name, only)) != only:
+                raise ValueError(f"drafter {name} is {value!r} but must be {only!r}: another program made this drafter")
         unknown = sorted(set(kwargs) - _LIBRARY_KEYS)
         if unknown:
             raise ValueError(f"drafter config has unknown key {unknown[0]!r}: remove it, or correct its spelling")

@@ -262,8 +262,8 @@ class RecurrentDrafter(nn.Module):
         """State before the root: zeros [..., D] for contexts [..., C]."""
         return context_XC.new_zeros((*context_XC.shape[:-1], self.config.hidden_size), dtype=self.compute_dtype)
 
-    def step(self, context_XC: Tensor, state_XD: Tensor, embedding_XD: Tensor) -> Tensor:
-        """Feed one token: contexts [..., C], states [..., D], input embeddings [..., D] -> next states [..., D]."""
+    def step(self, state_XD: Tensor, embedding_XD: Tensor) -> Tensor:
+        """Feed one token: states [..., D], input embeddings [..., D] -> next states [..., D]."""
         return self.cell(embedding_XD.to(state_XD.dtype), state_XD)
 
     def fuse(self, context_XC: Tensor) -> Tensor:
@@ -320,7 +320,7 @@ class RecurrentDrafter(nn.Module):
         """Logits [..., L, R] after each of L known tokens with embeddings [..., L, D]."""
         states = [self.init_state(context_XC)]
         for embedding_XD in embedding_XLD.unbind(dim=-2):
-            states.append(self.step(context_XC, states[-1], embedding_XD))
+            states.append(self.step(states[-1], embedding_XD))
         return self.logits(context_XC.unsqueeze(-2), torch.stack(states[1:], dim=-2))
 
     def num_parameters_by_part(self) -> dict[str, int]:

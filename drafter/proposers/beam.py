@@ -135,7 +135,7 @@ class BeamProposer(Proposer):
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
         for step in range(self.length):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
-            state_BWD = self.drafter.step(context_BWC, state_BWD, self._embed(token_BW).to(self._dtype))
+            state_BWD = self.drafter.step(state_BWD, self._embed(token_BW).to(self._dtype))
             logits_BWR = self.drafter.logits(context_BWC, state_BWD)
             noise_BV = None if noise_BLV is None else noise_BLV[:, step]
             value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)

@@ -39,7 +39,7 @@ def check_drafts(drafter: RecurrentDrafter, target: Target, num_steps: int) -> N
         try:
             state_TD = drafter.init_state(context_TC)
             for _ in range(num_steps):
-                state_TD = drafter.step(context_TC, state_TD, target.embed(token_T).to(drafter.dtype))
+                state_TD = drafter.step(state_TD, target.embed(token_T).to(drafter.dtype))
                 is_finite = bool(drafter.logits(context_TC, state_TD).isfinite().all())
                 if not is_finite:
                     break

@@ -119,6 +119,11 @@ def _rotate(config: Any, reader: Any) -> str:
         kind, factor = "linear", old_factor
     if rope.get("rope_type", "default") != "default":
         return ""  # transformers has read it
+    count, size = (_value(reader, f"ARCH.{name}") for name in ("rope.dimension_count", "attention.key_length"))
+    size = size or config.hidden_size // config.num_attention_heads
+    share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    if rope and count not in (None, getattr(config, "rotary_dim", None) or int(size * share)):
+        return f"rope.dimension_count {count} of heads of {size}"
     if kind in (None, "none", "linear") and factor in (None, 1.0) and not divisors:
         return ""
     if rope and not divisors and factor and all(value in (None, 0.0, 1.0) for value in others):

@@ -72,7 +72,7 @@ class _Content(TypedDict):
     global_step: NotRequired[int]
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_trained(path: str | Path) -> dict[str, Any]:
     """A trainer's checkpoint, tensors and plain data only.
 
     Raises:
@@ -106,7 +106,7 @@ def last_checkpoint(trainer: Any) -> Path:
 
 
 def drafter_from_checkpoint(checkpoint: dict[str, Any]) -> RecurrentDrafter:
-    """The drafter of :func:`read_checkpoint`'s result."""
+    """The drafter of :func:`read_trained`'s result."""
     config = DrafterConfig.from_fields(checkpoint["drafter_config"], "checkpoint, drafter_config")
     state: dict[str, Tensor] = {
         name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items() if name.startswith(PREFIX)
@@ -122,7 +122,7 @@ def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
             return RecurrentDrafter.from_pretrained(path)
         except OSError as error:
             raise ValueError(f"{str(path)!r} is no exported drafter: {first_line(error)}") from error
-    return drafter_from_checkpoint(read_checkpoint(path))
+    return drafter_from_checkpoint(read_trained(path))
 
 
 def check_export(out: str | Path) -> None:
@@ -154,7 +154,7 @@ def export_checkpoint(
     """
     out = Path(out)
     check_export(out)
-    read = read_checkpoint(checkpoint)
+    read = read_trained(checkpoint)
     drafter = drafter_from_checkpoint(read)
     drafter.to(getattr(torch, dtype))
     facts = {

@@ -265,7 +265,7 @@ class DrafterModule(LightningModule):
         for depth, num in enumerate(pairs.num_starts, 1):
             next_N = (pairs.start_N[:num] + depth).clamp(max=len(token_S) - 1)
             embedding_ND = self.teacher.target.embed(token_S[next_N])
-            state_ND = self.drafter.step(context_NC[:num], state_ND[:num], embedding_ND)
+            state_ND = self.drafter.step(state_ND[:num], embedding_ND)
             states.append(state_ND)
             hiddens.append(hidden_ND[:num])
         return self.drafter.features(torch.cat(hiddens), torch.cat(states))

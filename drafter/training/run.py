@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from drafter.data.module import ChatDataModule
 from drafter.integrations.wandb import init_options
 from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO
-from drafter.training.checkpoint import last_checkpoint, read_checkpoint
+from drafter.training.checkpoint import last_checkpoint, read_trained
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
@@ -206,5 +206,5 @@ def _resume_path(ckpt_path: str | None, last: Path) -> str | None:
         return None
     if ckpt_path is not None:
         ckpt_path = str(last) if ckpt_path == "last" else ckpt_path
-        read_checkpoint(ckpt_path)  # before anything is loaded
+        read_trained(ckpt_path)  # before anything is loaded
     return ckpt_path

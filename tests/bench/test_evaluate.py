@@ -12,9 +12,9 @@ from drafter.cli.evaluate import EvaluateOptions, evaluate
 from drafter.cli.main import main
 from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
-from drafter.distill.client import Client, Reply
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, Plan
+from drafter.utils.client import Client, Reply
 from tests.data.tiny import save_target, write_jsonl
 from tests.distill.loopback import send, serving
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter

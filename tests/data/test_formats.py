@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from drafter.data import reading
 from drafter.data.formats import read_rows
-from drafter.data.reading import read_records
+from drafter.data.reading import digest_of_rows, read_records
 from drafter.utils import parse
 from tests.data.tiny import chat, write_jsonl
 
@@ -171,20 +171,28 @@ def test_a_hub_name_that_is_a_folder_here_is_refused(tmp_path: Path, monkeypatch
         list(read_rows("own/er:train"))
 
 
-def test_a_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_hub_have_the_limits_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked = []
+    builder, files = datasets.load_dataset_builder, tmp_path / "data"
 
-    def load(name: str, split: str, streaming: bool, **options: object) -> list[dict]:
-        asked.append((name, split, streaming))
+    def load(name: str) -> datasets.DatasetBuilder:
+        assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING), "retries"
         if name == "owner/none":
-            assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING), "retries"
             raise ConnectionError("offline\nvery")
-        return [{"prompt": "Why?"}]
+        return builder(str(tmp_path))
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert [row.where for row in read_rows("owner/name:test")] == ["owner/name:test, row 1"]
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
     with pytest.raises(ValueError, match=r"owner/none: the data set cannot be loaded from the hub .offline.$"):
         list(read_rows("owner/none"))
-    assert asked == [("owner/name", "test", True), ("owner/none", "train", True)]
+    files.mkdir()
+    (files / "train.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "Why?"}'))
+    (files / "test.json").write_bytes(b'[{"prompt": "How?"}, {"prompt": "' + b"a" * (2 << 20) + b'"}]')
+    assert [row.where for row in read_rows("owner/name")] == ["owner/name, train.jsonl.gz, line 1"]
+    with pytest.raises(ValueError, match=r"owner/name:dev: .* .no split dev: it has train, test"):
+        list(read_rows("owner/name:dev"))
+    before = digest_of_rows("owner/name:test")
+    assert before == digest_of_rows("owner/name:test") != digest_of_rows("owner/name")
+    monkeypatch.setattr(parse, "MAX_LINE_MIB", 1)
+    with pytest.raises(ValueError, match=r"^owner/name:test, test.json, row 2: longer than"):
+        list(read_rows("owner/name:test"))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from drafter.decoding.params import SamplingParams
-from drafter.distill.client import Client
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, distill
@@ -16,6 +15,7 @@ from drafter.distill.same_model import Comparison, compare_models
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import wrap_model
+from drafter.utils.client import Client
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
 from tests.distill.test_endpoint import FakeServer, answer_of, prompts, server
 from tests.serving.live import Live, live_server

@@ -61,7 +61,7 @@ def test_forward_is_repeated_step_in_any_leading_dimensions(shape: dict[str, obj
     state = drafter.init_state(context)
     assert not state.any()
     for k in range(4):
-        state = drafter.step(context, state, embedding[:, :, k])
+        state = drafter.step(state, embedding[:, :, k])
         flat = drafter.logits(context.flatten(0, 1), state.flatten(0, 1))
         torch.testing.assert_close(drafter.logits(context, state), wanted[:, :, k])
         torch.testing.assert_close(flat, wanted[:, :, k].flatten(0, 1))
@@ -115,6 +115,6 @@ def test_autocast_computes_in_bfloat16() -> None:
     drafter = make_drafter()
     context, embedding = inputs(drafter, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        state = drafter.step(context, drafter.init_state(context), embedding[:, 0])
+        state = drafter.step(drafter.init_state(context), embedding[:, 0])
         features = drafter.features(drafter.fuse(context), state)
     assert state.dtype == features.dtype == torch.bfloat16

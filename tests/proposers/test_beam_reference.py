@@ -110,7 +110,7 @@ class Case:
         context_C = self.rows.context_BC[row]
         state_D = self.drafter.init_state(context_C)
         for token in tokens:
-            state_D = self.drafter.step(context_C, state_D, self.embed(torch.tensor(token)))
+            state_D = self.drafter.step(state_D, self.embed(torch.tensor(token)))
         return self.drafter.logits(context_C, state_D)
 
     def reference_tree(self, row, copy_of=lambda path: (0.0, 0)):

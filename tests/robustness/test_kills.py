@@ -14,7 +14,7 @@ import pytest
 from drafter.engine.tuned import read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
-from drafter.training.checkpoint import read_checkpoint
+from drafter.training.checkpoint import read_trained
 from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
 from tests.robustness.harness import WHEEL, leftovers
@@ -85,7 +85,7 @@ def contents(name: str, folder: Path) -> dict[str, Any]:
             load = load_target if name == "fetch" else RecurrentDrafter.from_pretrained
             load(str(file.parent))
         if file.suffix == ".ckpt":
-            checkpoint = read_checkpoint(file)
+            checkpoint = read_trained(file)
             if file.name == "last.ckpt":
                 weights = {name: value.tolist() for name, value in checkpoint["state_dict"].items()}
                 found[place] = checkpoint["global_step"], weights

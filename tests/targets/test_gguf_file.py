@@ -52,6 +52,7 @@ def add_scaling(writer: gguf.GGUFWriter, kind: str, **more: float) -> None:
         (lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0), {"rope_type": "linear", "factor": 4.0}),
         (lambda writer: add_scaling(writer, "yarn", factor=4.0, original_context_length=32), YARN),
         (add_divisors, LLAMA3),
+        (lambda writer: (writer.add_rope_dimension_count(16), add_divisors(writer)), LLAMA3),
     ],
 )
 def test_the_rotation_of_a_file_is_that_of_a_folder_with_the_same_weights(
@@ -78,6 +79,7 @@ def test_the_rotation_of_a_file_is_that_of_a_folder_with_the_same_weights(
         (lambda writer: add_scaling(writer, "longrope", factor=4.0), "rope.scaling.type longrope"),
         (lambda writer: add_scaling(writer, "linear", factor=4.0, attn_factor=2.0), "rope.scaling.type linear"),
         (lambda writer: add_divisors(writer, scale=2.0), "rope_freqs.weight"),
+        (lambda writer: writer.add_rope_dimension_count(8), "rope.dimension_count 8 of heads of 16"),
         (lambda writer: writer.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long"),
     ],
 )

@@ -18,7 +18,7 @@ from drafter.cli.main import main
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
-from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_checkpoint
+from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_trained
 from drafter.training.module import DrafterModule
 from drafter.training.run import main_train
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
@@ -74,13 +74,13 @@ def trained_epochs(place: Path) -> Path:
 
 def assert_same_end(whole: Path, resumed: Path) -> None:
     """Weights, Adam's moments, and what was measured of them, bit for bit."""
-    one, other = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (whole, resumed))
+    one, other = (read_trained(folder / "checkpoints" / "last.ckpt") for folder in (whole, resumed))
     for name in ("num_positions", "global_step", "metrics"):
         assert one[name] == other[name], name
     assert all(torch.equal(other["state_dict"][name], value) for name, value in one["state_dict"].items())
     moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
     assert all(torch.equal(moments[0][i]["exp_avg_sq"], moments[1][i]["exp_avg_sq"]) for i in moments[0])
-    assert read_checkpoint(resumed / "checkpoints" / "best.ckpt")["metrics"]["val/loss"] == one["metrics"]["val/loss"]
+    assert read_trained(resumed / "checkpoints" / "best.ckpt")["metrics"]["val/loss"] == one["metrics"]["val/loss"]
 
 
 def validations(run: Path) -> list[tuple[str, str]]:
@@ -91,7 +91,7 @@ def validations(run: Path) -> list[tuple[str, str]]:
 
 
 def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Path) -> None:
-    checkpoint = read_checkpoint(trained / "checkpoints" / "last.ckpt")
+    checkpoint = read_trained(trained / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == NUM_STEPS and checkpoint["num_positions"] > 0
     assert checkpoint["hyper_parameters"]["optim"]["warmup_steps"] == 2
     assert (trained / "checkpoints" / "best.ckpt").is_file()
@@ -147,7 +147,7 @@ def test_interrupted_and_resumed_gives_the_same_weights(
     """A step or a validation comes to its end. All tensors and Adam's moments are equal; nothing is validated twice."""
     whole = request.getfixturevalue("trained" if limit == "steps" else "trained_epochs")
     more = () if limit == "steps" else TWO_EPOCHS
-    half = read_checkpoint(whole / "checkpoints" / "last.ckpt")["global_step"] // 2
+    half = read_trained(whole / "checkpoints" / "last.ckpt")["global_step"] // 2
     step, saved = (half, half) if hook == "validation_step" else (half - 2, half - 1)
     run, work = place / f"stopped-{hook}-{limit}", getattr(DrafterModule, hook)
 
@@ -161,7 +161,7 @@ def test_interrupted_and_resumed_gives_the_same_weights(
         main_train(words(place, run, *more))
     assert getattr(error.value, "code", 143) == 143
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"] == saved
+    assert read_trained(run / "checkpoints" / "last.ckpt")["global_step"] == saved
     assert len(validations(run)) == (saved == half)
     monkeypatch.undo()
     assert main_train(words(place, run, *more, "--ckpt_path", "last")) == 0
@@ -211,11 +211,11 @@ def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypat
 
     monkeypatch.setattr(DrafterModule, "on_train_batch_start", tick)
     monkeypatch.setattr(timer, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    last, step = read_checkpoint(trained_epochs / "checkpoints" / "last.ckpt")["global_step"], 0
+    last, step = read_trained(trained_epochs / "checkpoints" / "last.ckpt")["global_step"], 0
     while step < last:
         more = ("--trainer.max_time", "00:00:00:50", "--ckpt_path", "last")
         assert main_train(words(place, run, *TWO_EPOCHS, *more)) == 0
-        step, starts = read_checkpoint(run / "checkpoints" / "last.ckpt")["global_step"], starts + 1
+        step, starts = read_trained(run / "checkpoints" / "last.ckpt")["global_step"], starts + 1
         assert step == min(5 * starts, last)
     assert starts > 3
     assert_same_end(trained_epochs, run)
@@ -233,8 +233,8 @@ def test_the_steps_behind_the_last_validation_are_saved_too(place: Path, tmp_pat
     flag = given.index("--trainer.default_root_dir")
     given = given[:flag] + given[flag + 2 :]
     assert main_train(given) == 0
-    assert Path("thesis.txt").read_text() == "years of work" and read_checkpoint(best)["global_step"] == 4
-    assert read_checkpoint(best.with_name("last.ckpt"))["global_step"] == 6
+    assert Path("thesis.txt").read_text() == "years of work" and read_trained(best)["global_step"] == 4
+    assert read_trained(best.with_name("last.ckpt"))["global_step"] == 6
     for name in ("best", "last"):
         (best.parent / f".{name}.ckpt.killed.tmp").mkdir()
         (best.parent / f".{name}.ckpt.killed.tmp" / "new").touch()
@@ -257,7 +257,7 @@ def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, mo
     assert main(["train", *words(place, tmp_path / "run", *more)]) != 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]
     assert "No space left" in line and "the one before it is intact" in line
-    assert [read_checkpoint(folder / f"{name}.ckpt")["global_step"] for name in ("best", "last")] == [4, 8]
+    assert [read_trained(folder / f"{name}.ckpt")["global_step"] for name in ("best", "last")] == [4, 8]
     assert {file.name for file in folder.iterdir()} == {"best.ckpt", "last.ckpt"}
 
 

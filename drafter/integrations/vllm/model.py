@@ -151,7 +151,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         assert self.drafter is not None
         embedding_TD = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_TD, state_TD, more_TX = self._parts(hidden_states)
-        parts = [hidden_TD, self.drafter.step(hidden_TD, state_TD, embedding_TD), more_TX]
+        parts = [hidden_TD, self.drafter.step(state_TD, embedding_TD), more_TX]
         if self._has_copies:
             self._text = self._keep_text(input_ids)
             parts[2:] = encode_place(more_TX[:, :PLACE_SIZE], positions), more_TX[:, PLACE_SIZE:]

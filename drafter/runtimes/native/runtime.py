@@ -52,7 +52,14 @@ class NativeCache:
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
         """Copy slots within rows 0 .. B-1."""
+        self.check(source_BL, 0)
+        self.check(destination_BL, 0)
         native.move_slots(self._model, self.native, source_BL, destination_BL)
+
+    def check(self, slot_BX: Tensor, first_row: int) -> None:
+        """The native step reads and writes where it is told."""
+        assert 0 <= first_row <= self.num_rows - len(slot_BX), (first_row, slot_BX.shape, self.num_rows)
+        assert not slot_BX.numel() or 0 <= slot_BX.min() <= slot_BX.max() <= self.spare_slot, "no slot of the cache"
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row, rounded up to a block of slots that nobody sees."""
@@ -200,6 +207,8 @@ class NativeRuntime:
             given = zip(biases, names, strict=True)
             vectors = [torch.zeros(name[1]) if each is None else each.vector() for each, name in given]
             bias = torch.cat(vectors).contiguous()
+            if not bool(bias.isfinite().all()):
+                raise ValueError(f"a bias of {names[0][0]} is not finite: the checkpoint is damaged")
         made = matrix(parts, is_rounded=self._is_rounded, target=self._target, bias=bias)
         self._kept.append(made)
         start = 0
@@ -297,6 +306,9 @@ class NativeRuntime:
             num_rows, num_tokens = token_BT.shape
             cache, position_T = self.new_cache(num_rows, num_tokens), torch.arange(num_tokens)
             slots = Slots(position_T.expand(num_rows, -1), position_T.expand(num_rows, -1), None)
+        cache.check(slots.slot_BT, slots.first_row)
+        is_padding_BT = slots.slot_BT == cache.spare_slot
+        assert ((slots.position_BT <= slots.slot_BT) | is_padding_BT).all(), "a position behind its slot"
         slot_BT, position_BT = slots.slot_BT.contiguous(), slots.position_BT.contiguous()
         ancestor_BTT = None if slots.ancestor_BTT is None else slots.ancestor_BTT.contiguous()
         tokens = native.Tokens(

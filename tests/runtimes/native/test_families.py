@@ -119,6 +119,11 @@ def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_thread
             slots = Slots(slot_BT, torch.tensor([[34, 35]] * 2), torch.ones(2, 2, 2, dtype=torch.bool).tril(), 0, 36)
             logits = target.logits(target.forward(token_BT, slots, cache).hidden_BTD)
             assert logits[0, 0].equal(wanted[34]) and logits[1].equal(wanted[34:36])
+            for start, row in ((63, 0), (-1, 0), (0, 2)):  # slots and rows that the cache has not
+                with pytest.raises(AssertionError):
+                    step(target, cache, token_T[:3], start, None, row)
+            with pytest.raises(AssertionError):
+                cache.move_slots(path, path + 64)
     finally:
         native.use_instructions(best)
 

@@ -372,10 +372,11 @@ LAYER = "model.layers.1.input_layernorm.weight"
         ("lm_head.weight", lambda weight: None, "no weight lm_head.weight"),
         ("model.norm.weight", lambda norm: None, "no weight model.norm.weight"),
         ("model.layers.0.self_attn.k_proj.weight", lambda weight: weight[:-1], "k_proj.weight has the shape"),
+        ("model.layers.1.mlp.down_proj.bias", lambda bias: bias / 0, "a bias of model.layers.1.mlp.down_proj is not"),
     ],
 )
 def test_a_damaged_weight_is_named(name: str, damage: Any, said: str, tmp_path: Path) -> None:
-    build(TARGETS["Llama"]()).save_pretrained(tmp_path)
+    build(TARGETS["Llama"](mlp_bias=name.endswith("bias"))).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     changed = {each: damage(weight) if each == name else weight for each, weight in weights.items()}

@@ -10,9 +10,9 @@ import pytest
 
 from drafter.data.formats import Row
 from drafter.decoding.params import SamplingParams
-from drafter.distill import client
-from drafter.distill.client import Client, Reply, ServerError
 from drafter.distill.prompts import WantedAnswer, row_of
+from drafter.utils import client
+from drafter.utils.client import Client, Reply, ServerError
 from tests.data.tiny import chat
 from tests.distill.loopback import Respond, send, serving
 from tests.robustness.harness import VALUES, mutated
