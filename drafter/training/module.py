@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from drafter.data.batch import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
@@ -279,7 +280,12 @@ class DrafterModule(LightningModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PairedBatch:
         """Choose the pairs while the batch is on the CPU. Validation trains nothing and looks at every pair."""
-        return self.select(batch, self._rates if self.trainer.training else (1.0,) * len(self._rates))
+        paired = self.select(batch, self._rates if self.trainer.training else (1.0,) * len(self._rates))
+        if self.teacher.target.device.type != "cuda":
+            return paired
+        # The host waits for a copy to the device unless the copy begins in pinned memory.
+        pinned: PairedBatch = tree_map(lambda part: part.pin_memory() if isinstance(part, Tensor) else part, paired)
+        return pinned
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
