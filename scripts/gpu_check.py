@@ -7,10 +7,13 @@ python scripts/gpu_check.py STAGE --out gpu-check.jsonl [--shapes 1b 8b] [--devi
 """
 
 import argparse
+import gc
 import json
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -56,6 +59,8 @@ class Check:
         given: words of the command line.
         dtype: number format of the targets.
         rows, trees, num_steps, prompt_length: of the measured steps.
+        compile: settings of engines, those without graphs first, which need no warm-up.
+        has_failed: there is a row with an error.
     """
 
     def __init__(self, stage: str, given: argparse.Namespace) -> None:
@@ -63,6 +68,9 @@ class Check:
         small = given.small
         self.rows, self.trees = ((1, 2), TREES[:2]) if small else ((1, 8, 32), TREES)
         self.num_steps, self.prompt_length = (2, 24) if small else (12, 512)
+        self.is_cuda = given.device != "cpu"
+        self.compile = (False, None) if self.is_cuda and not given.eager else (False,)
+        self.has_failed = False
         self.write(run=run_record())
 
     def write(self, **row: Any) -> None:
@@ -70,7 +78,7 @@ class Check:
         with self.given.out.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"stage": self.stage, **row}, default=str) + "\n")
         if "run" not in row:
-            print(self.stage, *(f"{name}={value}" for name, value in row.items()), flush=True)
+            print(self.stage, *(f"{name}={value}" for name, value in row.items() if value is not None), flush=True)
 
     @contextmanager
     def trying(self, **row: Any) -> Iterator[None]:
@@ -78,6 +86,7 @@ class Check:
         try:
             yield
         except Exception as error:
+            self.has_failed = True
             self.write(**row, error=f"{type(error).__name__}: {first_line(error)}")
 
     def targets(self, *, dtype: str | None = None, has_random: bool = True) -> Iterator[tuple[str, Any]]:
@@ -96,21 +105,6 @@ class Check:
             yield REAL, loader(REAL)
         for shape in self.given.shapes if has_random else ():
             yield shape, loader(shape)
-
-    def seconds(self, run: Callable[[], object], number: int) -> float:
-        """Median seconds of a call that leaves its work on the device, after two calls that do not count."""
-        times = []
-        for _ in range(2 + number):
-            self.wait()
-            start = time.perf_counter()
-            run()
-            self.wait()
-            times.append(time.perf_counter() - start)
-        return median(times[2:])
-
-    def wait(self) -> None:
-        if self.given.device != "cpu":
-            torch.cuda.synchronize()
 
 
 def random_target(shape: str, device: str, dtype: torch.dtype) -> Target:
@@ -164,7 +158,10 @@ class Steered(TreeSizer):
 
 
 def engine_of(check: Check, name: str, target: Target, length: int, **settings: Any) -> Engine:
-    """An engine with room for ``length`` tokens a row, warm; its warm-up is a row."""
+    """An engine with room for ``length`` tokens a row, warm; its warm-up is a row. Earlier engines must be gone."""
+    gc.collect()
+    if check.is_cuda:
+        torch.cuda.empty_cache()
     sizer, is_compiled = settings.pop("sizer", None), settings.get("compile")
     settings = {"max_num_seqs": max(check.rows), "max_model_len": length, "tuned": "none", **settings}
     engine = Engine(target, drafter_of(name, target), EngineConfig(method="drafter", **settings), sizer=sizer)
@@ -177,7 +174,7 @@ def engine_of(check: Check, name: str, target: Target, length: int, **settings: 
 
 def memory(check: Check) -> dict[str, float]:
     """Peak GiB on the device since the last call."""
-    if check.given.device == "cpu":
+    if not check.is_cuda:
         return {}
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
@@ -200,41 +197,50 @@ def identity(check: Check) -> None:
     """In float32: texts of the device against plain decoding on the CPU, for every way to decode."""
     params = [SamplingParams(max_new_tokens=8 if check.given.small else 40, ignore_eos=True)]
     params.append(SamplingParams(max_new_tokens=params[0].max_new_tokens, temperature=1.0, top_p=0.95, seed=3))
-    loaders = dict(check.targets(dtype="float32", has_random=False)) | {
-        "tiny": lambda device=check.given.device: random_target("tiny", device, torch.float32)
-    }
-    for name, load in loaders.items():
+    loaders = [("tiny", lambda device=check.given.device: random_target("tiny", device, torch.float32))]
+    cases = []
+    for name, load in [*loaders, *check.targets(dtype="float32", has_random=False)]:
         on_cpu = load("cpu")
         prompts = prompts_of(on_cpu, 2 if check.given.small else 8, 24)
         plain = Engine(on_cpu, None, EngineConfig(method="none"))
         expected = [[each.token_ids for each in plain.generate(prompts, one)] for one in params]
-        target = load()
-        for is_compiled in (False, None):
-            with check.trying(target=name, is_compiled=is_compiled is None):
-                engine = engine_of(check, name, target, 1024, compile=is_compiled, max_num_seqs=len(prompts))
-                for (kind, one, texts), speculate, rows in product(
-                    zip(KINDS, params, expected, strict=True), (False, True), (1, len(prompts))
-                ):
-                    found = [
-                        request.token_ids
-                        for start in range(0, len(prompts), rows)
-                        for request in answer(engine, prompts[start : start + rows], one, speculate=speculate)
-                    ]
-                    check.write(
-                        target=name, is_compiled=engine.plan.compile, is_drafted=speculate, kind=kind, rows=rows,
-                        equal_texts=sum(map(list.__eq__, found, texts)), texts=len(texts),
-                    )  # fmt: skip
+        cases.append((name, load(), prompts, params, expected))
+    for is_compiled, (name, *case) in product(check.compile, cases):
+        with check.trying(target=name, is_compiled=is_compiled is None):
+            compare_texts(check, name, *case, is_compiled)
+
+
+def compare_texts(
+    check: Check,
+    name: str,
+    target: Target,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    expected: list[list[list[int]]],
+    is_compiled: bool | None,
+) -> None:
+    """A row for each way to decode: how many texts are the expected ones."""
+    engine = engine_of(check, name, target, 1024, compile=is_compiled, max_num_seqs=len(prompts))
+    kinds = zip(KINDS, params, expected, strict=True)
+    for (kind, one, texts), speculate, rows in product(kinds, (False, True), (1, len(prompts))):
+        parts = (prompts[start : start + rows] for start in range(0, len(prompts), rows))
+        found = [request.token_ids for part in parts for request in answer(engine, part, one, speculate=speculate)]
+        check.write(
+            target=name, is_compiled=engine.plan.compile, is_drafted=speculate, kind=kind, rows=rows,
+            equal_texts=sum(map(list.__eq__, found, texts)), texts=len(texts),
+        )  # fmt: skip
 
 
 def steps(check: Check) -> None:
     """Milliseconds of a step with each tree; steps without graphs first, which need no warm-up."""
-    for (name, load), is_compiled in product(check.targets(), (False, None)):
+    for is_compiled, (name, load) in product(check.compile, check.targets()):
         with check.trying(target=name, is_compiled=is_compiled is None):
             sizer = Steered(check.trees)
-            length = check.prompt_length + 2 * 64 * check.num_steps
+            length = check.prompt_length + 64 * (2 + check.num_steps) * len(check.trees)
             engine = engine_of(check, name, load(), length, compile=is_compiled, sizer=sizer)
             for (kind, params), rows in product(KINDS.items(), check.rows):
                 time_steps(check, engine, sizer, rows, params, check.prompt_length, target=name, kind=kind)
+            del engine
 
 
 def time_steps(
@@ -266,30 +272,36 @@ def attention(check: Check) -> None:
     """Both forms of attention in steps over short and long texts of the largest target."""
     (name, load) = list(check.targets())[-1]
     target, long = load(), 8 * check.prompt_length
-    for is_compiled, (form, prefix) in product((False, None), FORMS.items()):
+    for is_compiled, (form, prefix) in product(check.compile, FORMS.items()):
         with check.trying(target=name, form=form, is_compiled=is_compiled is None):
             target.runtime.use_attention(prefix)
-            sizer = Steered([PLAIN, check.trees[-1 if check.given.small else 2]])
-            engine = engine_of(check, name, target, long + 64 * check.num_steps, compile=is_compiled, sizer=sizer)
+            sizer = Steered([PLAIN, check.trees[1 if check.given.small else 2]])
+            room = 64 * (2 + check.num_steps)
+            engine = engine_of(check, name, target, long + room, compile=is_compiled, sizer=sizer)
             for length, rows in product((check.prompt_length, long), check.rows):
                 time_steps(check, engine, sizer, rows, GREEDY, length, target=name, form=form)
+            del engine
 
 
 def prefill(check: Check) -> None:
-    """Tokens per second of prompts, one after another and together, by the size of a chunk."""
-    for name, load in list(check.targets())[-1:]:
-        target = load()
-        lengths = (64, 32) if check.given.small else (4096, 512)
-        for chunk in (256, 1024, 4096):
-            with check.trying(target=name, chunk=chunk):
-                settings = {"compile": False, "prefill_chunk": chunk, "max_num_seqs": 8}
-                engine = engine_of(check, name, target, lengths[0] + 64, **settings)
-                for rows, length in zip((1, 8), lengths, strict=True):
-                    prompts = torch.randint(target.vocab_size, (rows, length)).tolist()
-                    one = SamplingParams(max_new_tokens=1, ignore_eos=True)
-                    seconds = check.seconds(lambda: answer(engine, prompts, one, speculate=False), 3)  # noqa: B023
-                    speed = round(rows * length / seconds)
-                    check.write(target=name, chunk=chunk, rows=rows, length=length, tokens_per_s=speed, **memory(check))
+    """Tokens per second of prompts until their first token, a long one alone and eight together, by size of a chunk."""
+    (name, load) = list(check.targets())[-1]
+    target, lengths = load(), ((1, 64), (8, 32)) if check.given.small else ((1, 4096), (8, 512))
+    one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    for chunk in (256, 1024, 4096):
+        with check.trying(target=name, chunk=chunk):
+            settings = {"compile": False, "prefill_chunk": chunk, "max_num_seqs": 8}
+            engine = engine_of(check, name, target, lengths[0][1] + 64, **settings)
+            for rows, length in lengths:
+                prompts = torch.randint(target.vocab_size, (rows, length)).tolist()
+                times = []
+                for _ in range(5):
+                    start = time.perf_counter()
+                    answer(engine, prompts, one, speculate=False)
+                    times.append(time.perf_counter() - start)
+                speed = round(rows * length / median(times[2:]))
+                check.write(target=name, chunk=chunk, rows=rows, length=length, tokens_per_s=speed, **memory(check))
+            del engine
 
 
 def answers(check: Check) -> None:
@@ -297,7 +309,7 @@ def answers(check: Check) -> None:
     for name, load in check.targets():
         with check.trying(target=name):
             target = load()
-            engine = engine_of(check, name, target, check.prompt_length + 512)
+            engine = engine_of(check, name, target, check.prompt_length + 512, compile=check.compile[-1])
             prompts = prompts_of(target, max(check.rows), check.prompt_length)
             for rows, (kind, params) in product(check.rows, KINDS.items()):
                 if check.given.small:
@@ -314,6 +326,7 @@ def answers(check: Check) -> None:
                         tokens_per_s=round(sum(map(len, texts[-1])) / seconds, 1),
                         equal_texts=sum(map(list.__eq__, *texts)) if speculate else None, **memory(check),
                     )  # fmt: skip
+            del engine
 
 
 def train(check: Check) -> None:
@@ -335,15 +348,22 @@ def train(check: Check) -> None:
             self._draft_index_V = draft_index_of(trained.draft_token_ids_R.cpu(), target.vocab_size)
 
     class Clock(Callback):
-        """When each step ended; from the second on a wait within the loss is an error."""
+        """When each step ended. In between, torch warns of every wait for the device."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
 
+        def on_train_batch_start(self, *args: Any) -> None:
+            if check.is_cuda:
+                torch.cuda.set_sync_debug_mode("warn")
+
         def on_train_batch_end(self, *args: Any) -> None:
-            check.wait()
+            if check.is_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
 
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     num_rows, width = (2, 64) if check.given.small else (16, 1024)
     num_steps = 4 if check.given.small else 10
     losses = {
@@ -362,14 +382,19 @@ def train(check: Check) -> None:
                 batches = [collate([(row, torch.arange(width) >= width // 3) for row in batch]) for batch in ids]
                 memory(check)
                 trainer = Trainer(
-                    max_steps=num_steps, accelerator="cpu" if check.given.device == "cpu" else "gpu", devices=1,
+                    max_steps=num_steps, accelerator="gpu" if check.is_cuda else "cpu", devices=1,
                     precision="bf16-mixed", gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
                     enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
                 )  # fmt: skip
-                trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type, unused-ignore]
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type, unused-ignore]
+                waits = [str(each.message) for each in warned if "called a synchronizing" in str(each.message)]
                 seconds = median(map(float.__sub__, clock.ends[2:], clock.ends[1:]))
-                speed = round(num_rows * width / seconds)
-                check.write(target=name, loss=kind, rows=num_rows, width=width, tokens_per_s=speed, **memory(check))
+                check.write(
+                    target=name, loss=kind, rows=num_rows, width=width, tokens_per_s=round(num_rows * width / seconds),
+                    waits_per_step=len(waits) / num_steps, **memory(check),
+                )  # fmt: skip
 
 
 STAGES = {each.__name__: each for each in (identity, steps, attention, prefill, answers, train)}
@@ -384,6 +409,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-real", action="store_true", help=f"leave {REAL} out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, whose warm-up takes minutes")
     parser.add_argument("--small", action="store_true", help="few rows, trees and steps, to try the stages")
     given = parser.parse_args(argv)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
@@ -393,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     check = Check(given.stage, given)
     with check.trying():
         STAGES[given.stage](check)
-    return 0
+    return int(check.has_failed)
 
 
 if __name__ == "__main__":
