@@ -1,4 +1,4 @@
-"""The methods in their written form, and the options of benchmarks, tuning and load on servers. Imports no torch."""
+"""The methods in their written form, and the options of benchmarks and tuning. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -248,35 +248,3 @@ class TuneSettings:
         check_ranges(self)
         if not self.batch_sizes:
             raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions(Options):
-    """Put load on a server that speaks OpenAI's protocol.
-
-    Measures throughput, the time to the first token and the time per token. The key of OPENAI_API_KEY is sent if set.
-
-    Attributes:
-        url: address of the server, such as http://localhost:8000
-        prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
-            mtbench, humaneval, gsm8k
-        out: results file (.jsonl); each level of load is appended when it ends
-        concurrency: levels of load: requests at the same time (default: 1,4,16)
-        rate: levels of load: requests per second on average, arriving at random
-        num_requests: requests of each level of load; prompts repeat if there are fewer
-        max_new_tokens: longest answer in tokens
-        model: name of the model on the server (default: the first model that the server lists)
-        temperature: 0 is greedy
-        seed: seed of arrivals and sampling
-    """
-
-    url: str
-    prompts: str = "evaluation"
-    out: Path | None = None
-    concurrency: tuple[int, ...] = within((), low=1)
-    rate: tuple[float, ...] = within((), above=0.0)
-    num_requests: int = within(64, low=1)
-    max_new_tokens: int = within(128, low=1, high=2**24)
-    model: str | None = None
-    temperature: float = within(0.0, low=0.0)
-    seed: int = seed_field()

@@ -26,7 +26,7 @@ assert main(["--help"]) == 0
 for name in COMMANDS:
     assert main([*name.split(), "--help"]) == 0, name
 import drafter.engine.scheduler, drafter.engine.request, drafter.serving.protocol
-import drafter.bench.workload, drafter.bench.results, drafter.bench.report, drafter.bench.load
+import drafter.bench.workload, drafter.bench.results, drafter.bench.report
 heavy = {"torch", "transformers", "lightning", "datasets", "numpy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 """
