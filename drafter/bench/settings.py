@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drafter.engine.loading import LoadedModels, TargetConfig, load_drafter, shipped_drafter
-from drafter.engine.settings import NO_FILE, EngineConfig, Plan, resolve, tuned_path
-from drafter.proposers.options import Drafting
-from drafter.utils.options import Options, comma_separated, suggestion
+from drafter.engine.loading import LoadedModels, TargetConfig
+from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
+from drafter.proposers.options import Drafting, Method
+from drafter.utils.options import Options, comma_separated, part_of, suggestion
 from drafter.utils.validate import check_ranges, seed_field, within
 
 BASELINE = "none"  # plain decoding of this package
@@ -143,25 +143,22 @@ class MethodOptions(Options, TargetConfig):
         raise NotImplementedError
 
     @property
+    def _engine_options(self) -> EngineOptions:
+        """Names the target, and the drafter where a method needs one."""
+        method: Method = "drafter" if any(spec.name == "drafter" for spec in self.specs) else "none"
+        return EngineOptions(**vars(part_of(self, TargetConfig)), drafter=self.drafter, method=method)
+
+    @property
     def drafter_used(self) -> str | None:
         """The given drafter, else the package's own for the target; None if no method needs one."""
-        spec = next((spec for spec in self.specs if spec.name == "drafter"), None)
-        if spec is None:
-            return None
-        found = self.drafter or (self.target if shipped_drafter(self.target) is not None else None)
-        if found is None:
-            raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
-        return found
+        return self._engine_options.drafter_used
 
     def load_models(self, draft_model: str | None = None) -> LoadedModels:
         """The target, and the drafter and the smaller model where a method needs one."""
-        target, drafter = self.load(), self.drafter_used
-        has_draft_model = any(spec.name == "draft-model" for spec in self.specs)
-        return LoadedModels(
-            target,
-            None if drafter is None else load_drafter(drafter, target),
-            self.load(draft_model, is_trainable=True) if has_draft_model else None,
-        )
+        models = self._engine_options.load_models()
+        if any(spec.name == "draft-model" for spec in self.specs):
+            models = models._replace(draft_model=self.load(draft_model, is_trainable=True))
+        return models
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 NO_FILE = "none"  # --tuned none: do not use measured sizes
-TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
 
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
 # The settings that a method reads; :func:`_refuse_unused` refuses the others by name.
@@ -314,6 +313,7 @@ def tuned_path(drafter: str | Path) -> Path:
     Args:
         drafter: folder, hub id, or name of a drafter of the package.
     """
+    from drafter.models.files import TUNED_FILE
     from drafter.targets.home import home_folder
 
     folder = Path(drafter).expanduser()
