@@ -126,7 +126,9 @@ def test_no_message_and_no_page_installs_another_package() -> None:
 def test_the_pages_are_few_and_short() -> None:
     lines = {page.name: page.read_text().splitlines() for page in (*PAGES, ROOT / "CONTRIBUTING.md")}
     assert len(PAGES) <= 10 and sum(len(lines[page.name]) for page in PAGES[1:]) <= 1150
-    assert len(lines["README.md"]) <= 140 and len(lines["performance.md"]) <= 130 and len(lines["CONTRIBUTING.md"]) <= 60
+    assert (
+        len(lines["README.md"]) <= 140 and len(lines["performance.md"]) <= 130 and len(lines["CONTRIBUTING.md"]) <= 60
+    )
     assert max(len(line) for name in ("README.md", "CONTRIBUTING.md") for line in lines[name]) <= 110
 
 

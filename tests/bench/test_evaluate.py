@@ -13,7 +13,6 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import StepTree
 from drafter.engine.settings import EngineConfig, Plan
-from drafter.utils.client import Client, Reply
 from tests.data.tiny import save_target, write_jsonl
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.serving.tiny import tiny_drafter, tiny_target
