@@ -11,7 +11,7 @@ environment="${1:?give the folder of a virtual environment, which may be new}"
 shift
 if [ ! -x "$environment/bin/python" ]; then
     python3.12 -m venv "$environment"
-    "$environment/bin/pip" install -q "torch==${TORCH:-2.11.0}" "transformers>=5.17" "lightning>=2.6" pytest psutil tqdm jsonargparse
+    "$environment/bin/pip" install -q "torch==${TORCH:-2.11.0}" "transformers>=5.17" "lightning>=2.6" pytest psutil tqdm jsonargparse fastapi prometheus-client
 fi
 packages="$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 include="$packages/nvidia/cu13/include"

@@ -1,6 +1,5 @@
 """Models on the CUDA device that computes nothing, without a forward of their probes there."""
 
-import copy
 from typing import Any
 
 import torch
@@ -55,6 +54,5 @@ def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
         **shape,
     }
     config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **fields)
-    with CUDA:
-        drafter = RecurrentDrafter(config).eval().to(target.dtype)
-    return copy.deepcopy(drafter).bind(target)
+    # Made on the CPU, as one from a file is: torch draws no numbers on the device while a graph is recorded.
+    return RecurrentDrafter(config).eval().to(CUDA, target.dtype).bind(target)
