@@ -65,7 +65,7 @@ class EngineConfig:
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
             off)
         prefill_chunk: prompt tokens per forward (default: 256)
-        compile: compile the steps into CUDA graphs (default: on, where they can be)
+        compile: record the steps as CUDA graphs (default: on, where they can be)
     """
 
     method: Method | None = None
@@ -149,7 +149,7 @@ class Plan(Drafting):
         max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
         enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
         prefill_chunk: prompt tokens per forward.
-        compile: compile the step into CUDA graphs (torch.compile).
+        compile: record the steps as CUDA graphs.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
         max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
         dtype: number format of the step.
