@@ -131,8 +131,12 @@ class DrafterModule(LightningModule):
 
     def configure_model(self) -> None:
         """Load the target, choose the draft vocabulary, measure the scales, make the drafter."""
-        if hasattr(self, "drafter"):
-            return
+        # Lightning makes the accelerator the default device, also of tensors that belong to the host.
+        with torch.device("cpu"):
+            if not hasattr(self, "drafter"):
+                self._configure()
+
+    def _configure(self) -> None:
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
@@ -140,7 +144,8 @@ class DrafterModule(LightningModule):
         num_shards = self.trainer.num_devices if self.hparams["shard_target"] else 1
         target = self._load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
         data: Any = getattr(self.trainer, "datamodule", None)
-        self.drafter, notes = build_drafter(target, data, self.options, self.hparams["init_from"])
+        drafter, notes = build_drafter(target, data, self.options, self.hparams["init_from"])
+        self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
         teacher = Teacher(target, ids_R.to(target.device), dtype)
