@@ -55,14 +55,25 @@ class BuildKernels(build_ext):
         scratch, out = Path(self.build_temp), Path(self.get_ext_fullpath(extension.name))
         scratch.mkdir(parents=True, exist_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        command = compiler()
-        running, objects = [], []
-        for source in map(Path, extension.sources):
-            objects.append(str(scratch / f"{source.stem}.o"))
-            flags = [*COMMON.split(), *FLAGS.get(source.stem, "").split()]
-            running.append(start([*command, *flags, "-c", str(source), "-o", objects[-1]]))
-        link = [*command, "-shared", "-pthread", *objects, "-o", str(out)]
-        if any([process.wait() for process in running]) or start(link).wait():
+        command, own = compiler(), os.environ.get("CXXFLAGS", "").split()
+        made: dict[str, Path] = {}
+
+        def compile_files(names: list[str], *flags: str) -> list[str]:
+            """Compile files side by side; the names of those that the compiler refused."""
+            files = {name: scratch / f"{name}.o" for name in names}
+            running = {}
+            for name, file in files.items():
+                how = [*COMMON.split(), *FLAGS.get(name, "").split(), *flags, *own]
+                running[name] = start([*command, *how, "-c", f"{SOURCES}{name}.cpp", "-o", str(file)])
+            refused = [name for name, process in running.items() if process.wait()]
+            made.update((name, file) for name, file in files.items() if name not in refused)
+            return refused
+
+        # An older compiler does not know every instruction set: the library goes without.
+        without = compile_files([name for name in FILES if name.startswith("step_")])
+        failed = compile_files(["library", "pool"], *(f"-DWITHOUT_{name.upper()}" for name in without))
+        link = [*command, *own, "-shared", "-pthread", *map(str, made.values()), "-o", str(out)]
+        if failed or "step_plain" in without or start(link).wait():
             raise CompileError("the native step does not compile here")
 
 

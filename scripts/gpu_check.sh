@@ -1,24 +1,34 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA device: the tests that need one, then the times of steps with each tree. No network is needed.
-# ACCELERATOR=cpu: the same on a CPU, where those tests are left out and the random target is tiny.
-#   scripts/gpu_check.sh [FOLDER OF SMOLLM2-135M] [OUT.json]
-# PYTHON: the interpreter to use (torch, transformers and tqdm must be there; pytest for the tests).
-set -euo pipefail
+# The first 25 minutes on a machine with a CUDA device and no network: the tests that need one, then the stages of
+# scripts/gpu_check.py, each in a process of its own and with a limit of time. Every measurement is a line of JSON,
+# written at once. A stage that fails or takes too long does not stop the next.
+#   scripts/gpu_check.sh [OUT.jsonl [STAGE...]]      stages: tests identity steps attention prefill answers train
+# Needs torch, transformers, lightning, pydantic, psutil and tqdm (pytest for the tests); what the machine lacks may lie
+# in a folder on PYTHONPATH: pip install --no-deps --target site pydantic pydantic-core annotated-types typing-inspection
+# SmolLM2-135M is measured, too, where $DRAFTER_HOME holds it (scripts/gpu_train.sh brings it).
+# PYTHON: the interpreter. OPTIONS: of gpu_check.py, such as --eager; on a CPU "--device cpu --dtype float32 --shapes tiny --small".
+set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
-python="${PYTHON:-python3}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+python="${PYTHON:-python3}" out="${1:-gpu-check.jsonl}"
+[ $# -gt 1 ] && stages=("${@:2}") || stages=(tests identity steps attention prefill answers train)
+declare -A seconds=([tests]=120 [identity]=150 [steps]=480 [attention]=240 [prefill]=90 [answers]=270 [train]=150)
 
+"$python" -c 'import drafter.engine.engine, drafter.training.module' || exit
 status=0
-if "$python" -c 'import pytest' 2>/dev/null; then
-    # Only the files with such tests are read: others may need packages that are not here.
-    mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-    timeout 300 "$python" -m pytest -m gpu -o addopts= -q --durations 5 "${files[@]}" || status=$?
-else
-    echo "gpu_check: pytest is not installed, so the tests are left out" >&2
-fi
-on_cpu=()
-if [ "${ACCELERATOR:-gpu}" = cpu ]; then
-    on_cpu=(--device cpu --dtype float32 --shapes tiny --seconds 5)
-fi
-"$python" scripts/gpu_check.py --out "${2:-gpu-check.json}" ${1:+--target "$1"} "${on_cpu[@]}"
+for stage in "${stages[@]}"; do
+    began=$SECONDS
+    if [ "$stage" = tests ]; then
+        # Only the files with such tests are read: others may need packages that are not here.
+        mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+        command=(-m pytest -m gpu -o addopts= -q --durations 5 "${files[@]}")
+    else
+        # shellcheck disable=SC2206  # words
+        command=(scripts/gpu_check.py "$stage" --out "$out" ${OPTIONS:-})
+    fi
+    timeout "${seconds[$stage]}" "$python" "${command[@]}"
+    code=$?
+    echo "gpu_check: $stage ended with $code after $((SECONDS - began)) s"
+    [ "$code" -eq 0 ] || status=1
+done
 exit "$status"

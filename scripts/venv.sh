@@ -28,8 +28,9 @@ use_venv() {
     if [ ! -e "$stamp${extra:+-$extra}" ] && { [ -n "$extra" ] || [ ! -e "$stamp-dev" ]; }; then
         if [ -z "${CXX:-}" ] && ! command -v c++ >/dev/null && ! command -v clang++ >/dev/null; then
             # A fresh machine often has no C++ compiler: this package is one. It takes 0.4 GB of .venv.
-            python -m pip install --disable-pip-version-check --quiet ziglang
-            export CXX="$PWD/.venv/bin/python -m ziglang c++ -mcpu=baseline"
+            if python -m pip install --disable-pip-version-check --quiet ziglang; then
+                export CXX="$PWD/.venv/bin/python -m ziglang c++ -mcpu=baseline"
+            fi
         fi
         python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".${extra:+[$extra]}"
         touch "$stamp${extra:+-$extra}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafter.decoding.sampling import STREAM_ACCEPT, uniform_noise
 from drafter.decoding.tree import Candidates
+from drafter.kernels import native
 from drafter.kernels.largest import argmax
 
 
@@ -54,6 +55,9 @@ def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, 
     Returns:
         The accepted path.
     """
+    if native.takes(pick_BN):
+        tree = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN
+        return AcceptedPath(*native.accept_picks(*tree, pick_BN, max_depth))
     agrees_BN = (candidates.token_BN == pick_BN.gather(1, candidates.parent_BN)) & candidates.is_node_BN
     agrees_BN[:, 0] = True  # the root was chosen before
     on_walk_BN = (agrees_BN[:, None, :] | ~ancestor_BNN).all(dim=2) & candidates.is_node_BN

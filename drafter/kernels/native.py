@@ -3,7 +3,8 @@
 The library is built when the package is installed. It holds kernels for several instruction sets, of which the best one
 of the processor runs. Tensors go in as addresses; a structure keeps what its addresses point to.
 
-Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · M listed hidden states · L moved slots.
+Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · M listed hidden states, or drafted nodes · N tree
+nodes · L moved slots, or draft length.
 """
 
 import ctypes
@@ -131,7 +132,15 @@ def library() -> ctypes.CDLL | None:
         return None
     found.block_bytes.restype = ctypes.c_int64
     found.instructions.restype = ctypes.c_char_p
+    found.largest.argtypes = [_address, _int, ctypes.c_int64, _address]
+    found.pack_nodes.argtypes = [_int] * 3 + [_address] * 9
+    found.accept_picks.argtypes = [_int] * 3 + [_address] * 7
     return found
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether the library computes with a tensor's memory: on a CPU, where there is a library, outside a compiler."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and library() is not None
 
 
 def instructions() -> str:
@@ -188,6 +197,40 @@ def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
     return Matrix(number, len(rows), num_inputs, 1, blocks.data_ptr(), None if bias is None else bias.data_ptr()).keep(
         blocks, bias
     )
+
+
+def argmax(values: Tensor) -> Tensor:
+    """``values.argmax(-1)``, the lowest index among equals: float32 [..., V] -> int64 [...]."""
+    flat = values.reshape(-1, values.shape[-1]).contiguous()
+    index = torch.empty(values.shape[:-1], dtype=torch.int64)
+    _library().largest(flat.data_ptr(), *flat.shape, index.data_ptr())
+    return index
+
+
+def pack_nodes(
+    root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`drafter.decoding.tree.pack_nodes`: token, parent, depth int64 and is_node bool, each [B, N]."""
+    num_rows, num_drafted = token_BM.shape
+    made = token_BN, parent_BN, depth_BN = torch.empty(3, num_rows, num_nodes, dtype=torch.int64).unbind()
+    is_node_BN = torch.empty(num_rows, num_nodes, dtype=torch.bool)
+    given = [each.contiguous() for each in (root_B, token_BM, parent_BM, depth_BM, score_BM.float())]
+    addresses = [each.data_ptr() for each in (*given, *made, is_node_BN)]
+    _library().pack_nodes(num_rows, num_drafted, num_nodes, *addresses)
+    return token_BN, parent_BN, depth_BN, is_node_BN
+
+
+def accept_picks(
+    token_BN: Tensor, parent_BN: Tensor, is_node_BN: Tensor, pick_BN: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`drafter.decoding.verify.accept_picks`: path [B, L + 1], num_accepted and bonus [B], int64."""
+    num_rows, num_nodes = token_BN.shape
+    path_BL = torch.empty(num_rows, max_depth + 1, dtype=torch.int64)
+    num_accepted_B, bonus_B = torch.empty(2, num_rows, dtype=torch.int64).unbind()
+    given = [each.contiguous() for each in (token_BN, parent_BN, is_node_BN, pick_BN)]
+    addresses = [each.data_ptr() for each in (*given, path_BL, num_accepted_B, bonus_B)]
+    _library().accept_picks(num_rows, num_nodes, max_depth, *addresses)
+    return path_BL, num_accepted_B, bonus_B
 
 
 def search(drafter: Drafter, asked: Search) -> None:

@@ -171,6 +171,11 @@ class SlotCache(Cache):
             store.values[layer, self.rows, :, : self.window],
         )
 
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer: all rows and slots, the spare ones included [B, H, S + 1, K]."""
+        store, layer = self._places[layer_idx]
+        return store.keys[layer], store.values[layer]
+
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
         """Copy slots within rows 0 .. B-1, all layers at once: slot source[b, l] becomes slot destination[b, l].
 
@@ -192,6 +197,26 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Visible slots and offset, for the rare model that asks although it is given a ready mask."""
         return self.window, 0
+
+
+class NothingKept(Cache):
+    """The cache of a forward that keeps nothing. Without any cache, transformers asks the device whether positions are
+    of one text each, and the host waits for the answer."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The same keys and values."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """No earlier tokens."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Attention looks at the tokens of this forward."""
+        return query_length, 0
 
 
 def use_folded_attention(model: "PreTrainedModel") -> bool:
@@ -226,7 +251,8 @@ def folded_attention(
         attention_mask: [B, 1, N, S], bool or added to the scores.
         dropout: as transformers calls it; none is applied to a frozen model.
         scaling: of the scores.
-        **kwargs: of other attention implementations.
+        **kwargs: of other attention implementations; ``parts``: a :class:`drafter.runtimes.two_parts.TwoParts`, which
+            computes the same without the mask.
 
     Returns:
         [B, N, H, K] in the query's dtype, and no weights.
@@ -235,15 +261,13 @@ def folded_attention(
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.to(key.dtype)
     num_heads, num_groups = query.shape[1], key.shape[1]
+    parts = kwargs.pop("parts", None)
     is_plain = (
         attention_mask is not None
         and attention_mask.shape[1] == 1
-        and num_heads > num_groups
-        and kwargs.get("position_bias") is None
-        and kwargs.get("softcap") is None
-        and kwargs.get("s_aux") is None
+        and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "s_aux"))
     )
-    if not is_plain:
+    if not is_plain or (parts is None and num_heads == num_groups):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output, _ = sdpa_attention_forward(
@@ -253,12 +277,11 @@ def folded_attention(
     assert attention_mask is not None
     num_rows, _, num_queries, size = query.shape
     heads_per_group = num_heads // num_groups
-    folded = F.scaled_dot_product_attention(
-        query.reshape(num_rows, num_groups, heads_per_group * num_queries, size),
-        key,
-        value,
-        attn_mask=attention_mask.repeat(1, 1, heads_per_group, 1),
-        scale=scaling,
-    )
+    query = query.reshape(num_rows, num_groups, heads_per_group * num_queries, size)
+    if parts is not None:
+        folded = parts.attend(query, getattr(module, "layer_idx", 0), size**-0.5 if scaling is None else scaling)
+    else:
+        mask = attention_mask.repeat(1, 1, heads_per_group, 1)
+        folded = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     output = folded.reshape(num_rows, num_heads, num_queries, value.shape[3])
     return output.transpose(1, 2).to(dtype).contiguous(), None

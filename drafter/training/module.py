@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from drafter.data.batch import ChatBatch
 from drafter.data.module import ChatDataModule
@@ -111,6 +112,7 @@ class DrafterModule(LightningModule):
         self.num_positions = 0
         self._clock = (0.0, 0)
         self._began = time.monotonic()
+        self._norm: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # of a gradient: step, value, when copied
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class DrafterModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the fields that export reads, as plain data: the drafter's config, the trained positions, the metrics."""
+        self._expect_finite()
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
         checkpoint["seconds"] = self._seconds()
@@ -258,7 +261,12 @@ class DrafterModule(LightningModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PairedBatch:
         """Choose the pairs while the batch is on the CPU. Validation trains nothing and looks at every pair."""
-        return self.select(batch, self._rates if self.trainer.training else (1.0,) * len(self._rates))
+        paired = self.select(batch, self._rates if self.trainer.training else (1.0,) * len(self._rates))
+        if self.teacher.target.device.type != "cuda":
+            return paired
+        # The host waits for a copy to the device unless the copy begins in pinned memory.
+        pinned: PairedBatch = tree_map(lambda part: part.pin_memory() if isinstance(part, Tensor) else part, paired)
+        return pinned
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
@@ -273,19 +281,31 @@ class DrafterModule(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop before a gradient that is not finite changes the weights.
-
-        The norm is the one number of a step that the host waits for.
-        """
+        """Stop before a gradient that is not finite changes the weights; on CUDA one step later, so that no step waits
+        for the device, but before the changed weights are saved."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
-        if not math.isfinite(norm.cpu().item()):
+        self._expect_finite()
+        self._norm = self.trainer.global_step, norm.to("cpu", non_blocking=True), None
+        if norm.is_cuda:
+            self._norm = (*self._norm[:2], torch.cuda.current_stream().record_event())
+        else:
+            self._expect_finite()
+        self.log("train/grad_norm", norm)
+
+    def _expect_finite(self) -> None:
+        """Refuse (ValueError) a last gradient that is not finite."""
+        if self._norm is None:
+            return
+        (step, norm, copied), self._norm = self._norm, None
+        if copied is not None:
+            copied.synchronize()
+        if not math.isfinite(norm.item()):
             last = last_checkpoint(self.trainer)
             good = f"the last good checkpoint is {last}" if last.is_file() else "no checkpoint was written yet"
             raise ValueError(
-                f"training diverged: a gradient is not finite at step {self.trainer.global_step}; {good}. "
+                f"training diverged: a gradient is not finite at step {step}; {good}. "
                 f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"
             )
-        self.log("train/grad_norm", norm)
 
     def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
         """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's

@@ -113,16 +113,20 @@ def test_the_command_writes_a_file_that_other_commands_take(
 
 
 def test_the_check_of_a_machine_needs_neither_network_nor_the_packages_of_other_rooms(tmp_path: Path) -> None:
-    out = tmp_path / "check.json"
+    """Every stage on a CPU, where attention in two parts cannot run and gives a row with an error."""
+    out = tmp_path / "check.jsonl"
     code = (
         "import sys\n"
-        "sys.modules.update(dict.fromkeys(('jsonargparse', 'lightning', 'datasets', 'matplotlib')))\n"
-        "from scripts.gpu_check import main\n"
-        f"words = '--shapes tiny --device cpu --dtype float32 --batch-sizes 1 --seconds 0.1 --out {out}'\n"
-        "sys.exit(main(words.split()))"
+        "sys.modules.update(dict.fromkeys(('jsonargparse', 'datasets', 'gguf', 'wandb')))\n"
+        "from scripts.gpu_check import STAGES, main\n"
+        f"words = '--small --shapes tiny --no-real --device cpu --dtype float32 --out {out}'.split()\n"
+        "sys.exit(sum(main([stage, *words]) for stage in STAGES))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    (record,) = json.loads(out.read_text())["records"]
-    assert record["target"] == "llama-tiny-random" and "step, ms" in done.stdout
-    assert record["steps"][0][:4] == [1, 1, 1, 1] and all(seconds > 0 for *_, seconds, _, _ in record["steps"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done.stderr
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if "run" not in row]
+    assert [(row["stage"], row["form"]) for row in rows if "error" in row] == [("attention", "two parts")]
+    assert all(row.get(name, 1) > 0 for row in rows for name in ("ms", "tokens_per_s")), rows
+    texts = [row for row in rows if row["stage"] == "identity"]
+    assert len(texts) == 8 and all(row["equal_texts"] == row["texts"] == 2 for row in texts)
+    assert {row["stage"] for row in rows} == {"identity", "steps", "attention", "prefill", "answers", "train"}

@@ -1,11 +1,27 @@
-"""Chunked argmax and topk against PyTorch's own."""
+"""argmax and topk, the native argmax of each instruction set included, against PyTorch's own."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from drafter.kernels import native
 from drafter.kernels.largest import argmax, topk
 
 CHUNKED, PRIME, SHORT = 64 * 96, 6151, 61
+
+
+@pytest.fixture(autouse=True, params=["torch", "avx512-vnni", "avx-vnni", "avx2", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "takes", lambda tensor: False)
+        yield
+        return
+    best = native.library() and native.instructions()
+    if not (best and native.use_instructions(request.param)):
+        pytest.skip("not built, or this processor has no such instructions")
+    yield
+    native.use_instructions(best)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,6 +19,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import STREAM_ACCEPT, gumbel_noise, make_warp, uniform_noise
 from drafter.decoding.tree import Candidates, ancestors, pack_nodes
 from drafter.decoding.verify import accept_picks, accept_samples
+from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamProposer
@@ -31,6 +32,15 @@ NUM_BEAM_CASES = 200
 NUM_TREE_CASES = 200
 D = 8
 EDGE = 1e-5  # scores closer than this may be told apart by rounding alone
+
+
+@pytest.fixture(params=["native", "torch"])
+def form(request, monkeypatch):
+    """Both forms of packing and of the walk."""
+    if request.param == "torch":
+        monkeypatch.setattr("drafter.kernels.native.takes", lambda tensor: False)
+    elif native.library() is None:
+        pytest.skip("the native step was not built")
 
 
 class Case:
@@ -233,7 +243,7 @@ def picks_after(tree, nodes, picks):
     return lambda text: picks[number_of[tuple(text)]]
 
 
-def test_ancestors_and_walk_equal_the_reference():
+def test_ancestors_and_walk_equal_the_reference(form):
     lengths = []
     for number in range(NUM_TREE_CASES):
         rng = random.Random(number)
@@ -302,7 +312,7 @@ def test_chain_rejection_equals_the_reference():
     assert {0.0, 1.0} <= outcomes and len(outcomes) > 4
 
 
-def test_ties_keep_the_parent():
+def test_ties_keep_the_parent(form):
     """Children of probability 1 score like their parents; what is kept is a tree all the same."""
     token_BM = torch.tensor([[1, 2, 3, 4]])
     parent_BM = torch.tensor([[-1, 0, 1, 2]])

@@ -130,6 +130,10 @@ def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
     module.on_train_batch_start = poison
     with pytest.raises(ValueError, match=r"not finite at step 3; no checkpoint was written yet.*--model.optim.lr"):
         trainer.fit(module, datamodule=FakeData(greedy_rows(target), 9))
+    module._norm = 7, torch.tensor(torch.inf), None  # as CUDA leaves the norm of the last step
+    with pytest.raises(ValueError, match="not finite at step 7"):
+        trainer.save_checkpoint(tmp_path / "bad.ckpt")
+    assert not (tmp_path / "bad.ckpt").exists()
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere", "GPTJ"])

@@ -12,7 +12,7 @@ struct Token { long index; int row, prefix, num_path; long slot, position; const
 struct Memory {  // numbers that grow and are never given back
   float* p = nullptr; size_t size = 0;
   float* need(size_t n) {
-    if (n > size) { free(p); size = n + n / 2 + 64; p = (float*)aligned_alloc(64, (size * 4 + 63) / 64 * 64); }
+    if (n > size) { free(p); size = n + n / 2 + 64; p = (float*)aligned_alloc(64, (size * 4 + 63) / 64 * 64); memset(p, 0, size * 4); }  // rows of a panel that hold no token are computed, too
     return p;
   }
 };

@@ -7,4 +7,5 @@ struct Kernels {
   void (*multiply)(const Matrix&, int num_rows, const float* x, float* y);
   void (*search)(const Drafter&, const Search&);
   void (*unpack_rows)(const Matrix&, int num, const int64_t* row, float* out);
+  int64_t (*largest)(const float* x, int64_t size);
 };

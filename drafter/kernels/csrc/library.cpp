@@ -10,13 +10,12 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "tree.h"
 
 namespace plain { extern const Kernels kernels; }
-#if defined(__x86_64__)
 namespace avx2 { extern const Kernels kernels; }
 namespace avx_vnni { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
-#endif
 
 #if defined(__x86_64__)
 // A bit of CPUID: leaf, subleaf, register (0 = eax), bit. Compilers' own questions differ.
@@ -37,9 +36,15 @@ static bool has_avx512() { return has_avx2() && keeps(0xe6) && has(7, 0, 1, 16) 
 struct Choice { const char* name; const Kernels* kernels; bool (*is_here)(); };
 static const Choice choices[] = {  // best first
 #if defined(__x86_64__)
+#ifndef WITHOUT_STEP_AVX512
   {"avx512-vnni", &avx512::kernels, has_avx512},
+#endif
+#ifndef WITHOUT_STEP_AVX_VNNI
   {"avx-vnni", &avx_vnni::kernels, has_avx_vnni},
+#endif
+#ifndef WITHOUT_STEP_AVX2
   {"avx2", &avx2::kernels, has_avx2},
+#endif
 #endif
   {"plain", &plain::kernels, [] { return true; }},
 };
@@ -182,6 +187,18 @@ void forward(const Model* m, const Cache* c, const Tokens* t, const float* embed
   chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
 }
 void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
+void largest(const float* x, int num_rows, int64_t size, int64_t* index) {
+  for (int n = 0; n < num_rows; n++) index[n] = chosen->kernels->largest(x + n * size, size);
+}
+void pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
+                int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {
+  for (long b = 0; b < B; b++)
+    pack_row(M, N, root[b], token + b * M, parent + b * M, depth + b * M, score + b * M, {to_token + b * N, to_parent + b * N, to_depth + b * N, to_is_node + b * N});
+}
+void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t* is_node, const int64_t* pick, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
+  for (long b = 0; b < B; b++)
+    accept_row(N, L, {token + b * N, parent + b * N, nullptr, is_node + b * N}, pick + b * N, path + b * (L + 1), num_accepted + b, bonus + b);
+}
 void move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
   const long dim = m->head_dim, wide = (dim + 15) / 16 * 16;
   float* held = (float*)malloc(4 * num * (dim + wide));

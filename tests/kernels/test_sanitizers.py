@@ -1,0 +1,34 @@
+"""The native step under the sanitizers of addresses and undefined behaviour."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("drafter", "tests", "scripts", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+CHECKS = "address,bounds,alignment,integer-divide-by-zero,signed-integer-overflow"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++ and its sanitizers")
+def test_the_tests_of_the_native_step_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, tmp_path / part)
+    for built in tmp_path.glob("drafter/kernels/_native*"):
+        built.unlink()
+    flags = f"-O1 -fsanitize={CHECKS} -fno-sanitize-recover=all"
+    environment = {**os.environ, "CXX": "g++", "CXXFLAGS": flags, "PYTHONPATH": str(tmp_path)}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=tmp_path, env=environment, check=True)
+    found = [subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan")]
+    environment |= {"LD_PRELOAD": " ".join(line.strip() for line in found), "ASAN_OPTIONS": "detect_leaks=0"}
+    tests = ["tests/kernels/test_native.py", "tests/kernels/test_largest.py", "tests/runtimes/native"]
+    tests += ["tests/proposers/test_beam_reference.py"]
+    run = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
