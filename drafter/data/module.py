@@ -152,7 +152,7 @@ class ChatDataModule(LightningDataModule):
         self._check_writer(target)
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
-            longest = max(int(rows.length_R.max()) for rows in self.rows.values())
+            longest = max(int(rows.length_X.max()) for rows in self.rows.values())
             files = index_stored_files(self._stored_folder, target, context_layers=context_layers, longest=longest)
             self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in self.rows.items()}
         elif self._cache_folder is not None:

@@ -1,6 +1,6 @@
 """DrafterModule: the frozen target gives hidden states and distributions, and the drafter learns to predict them.
 
-Shapes: B rows · T tokens · K depths · N starts · P pairs · M teacher positions · R draft vocabulary · D hidden size ·
+Shapes: B rows · T tokens · L depths · A starts · P pairs · M teacher positions · R draft vocabulary · D hidden size ·
 F feature size of the head.
 """
 
@@ -239,17 +239,17 @@ class DrafterModule(LightningModule):
 
     def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
         """Features of all pairs: the drafter unrolled from every start, each to its own depth."""
-        token_S = token_BT.flatten()
-        context_NC = context_BTC.flatten(0, 1)[pairs.start_N]
-        hidden_ND = self.drafter.fuse(context_NC)
-        state_ND = self.drafter.init_state(context_NC)
+        token_X = token_BT.flatten()
+        context_AC = context_BTC.flatten(0, 1)[pairs.start_A]
+        hidden_AD = self.drafter.fuse(context_AC)
+        state_AD = self.drafter.init_state(context_AC)
         states, hiddens = [], []
         for depth, num in enumerate(pairs.num_starts, 1):
-            next_N = (pairs.start_N[:num] + depth).clamp(max=len(token_S) - 1)
-            embedding_ND = self.teacher.target.embed(token_S[next_N])
-            state_ND = self.drafter.step(state_ND[:num], embedding_ND)
-            states.append(state_ND)
-            hiddens.append(hidden_ND[:num])
+            next_A = (pairs.start_A[:num] + depth).clamp(max=len(token_X) - 1)
+            embedding_AD = self.teacher.target.embed(token_X[next_A])
+            state_AD = self.drafter.step(state_AD[:num], embedding_AD)
+            states.append(state_AD)
+            hiddens.append(hidden_AD[:num])
         return self.drafter.features(torch.cat(hiddens), torch.cat(states))
 
     def _generator(self) -> torch.Generator:
