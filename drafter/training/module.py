@@ -98,10 +98,7 @@ class DrafterModule(LightningModule):
         Args:
             make_target: loads the target for this process's device; the number is that of the node's devices.
             data: the rows, which give draft vocabulary, scales and hidden states.
-            drafter: shape of the drafter.
-            objective: the losses and their weights.
-            optim: optimizer and learning rate.
-            init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
+            drafter, objective, optim, init_from: as of :func:`drafter_module`.
         """
         super().__init__()
         self.options, self.objective, self.optim_options = drafter, objective, optim
