@@ -13,7 +13,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from drafter.training.run import main_train
+from drafter.training.run import train
 
 # Settings of `drafter train` that all runs have in common, and the settings that each variant changes.
 BASE: dict[str, Any] = {
@@ -73,8 +73,7 @@ def main() -> None:
     }
     for name in args.only or VARIANTS:
         print(name, flush=True)
-        if main_train(words_of(BASE | VARIANTS[name] | common | {"trainer.default_root_dir": args.work / name})):
-            raise SystemExit(f"{name}: training failed")
+        train(words_of(BASE | VARIANTS[name] | common | {"trainer.default_root_dir": args.work / name}))
         gc.collect()  # a trainer and what hangs on it refer to each other
 
 

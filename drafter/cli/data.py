@@ -1,5 +1,6 @@
 """`drafter data inspect`: show which tokens of a file are trained on."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,14 +22,11 @@ class RowOptions:
     @property
     def columns(self) -> Mapping[str, str] | None:
         """("prompt=question",) -> {"prompt": "question"}."""
-        split = [pair.partition("=") for pair in self.column]
-        for pair, (ours, _, theirs) in zip(self.column, split, strict=True):
-            if not ours or not theirs:
-                raise ValueError(f"--column {pair} must be OURS=THEIRS, such as prompt=question")
-        return {ours: theirs for ours, _, theirs in split} or None
+        return dict(pair.split("=", 1) for pair in self.column) or None
 
     def __post_init__(self) -> None:
-        _ = self.columns
+        if bad := [pair for pair in self.column if not re.fullmatch("[^=]+=.+", pair)]:
+            raise ValueError(f"--column {bad[0]} must be OURS=THEIRS, such as prompt=question")
 
 
 @dataclass(frozen=True, kw_only=True)

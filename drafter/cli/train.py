@@ -6,7 +6,7 @@ from drafter.targets.catalog import check_name
 from drafter.utils.options import config_first
 
 
-def train(words: Sequence[str]) -> int | None:
+def train(words: Sequence[str]) -> None:
     """Train a drafter.
 
     usage: drafter train --config FILE [--flags]
@@ -29,16 +29,15 @@ def train(words: Sequence[str]) -> int | None:
         import inspect
 
         print(inspect.getdoc(train))
-        return 0
+        return
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name == "--model.target" and not any(each.startswith("--print_config") for each in words):
             check_name(value if equals else following)  # before torch is imported, which takes seconds
-    from drafter.training.run import main_train
+    from drafter.training.run import train as run
 
     try:
-        return main_train(["--help" if word == "--help-all" else word for word in config_first(words, "train")])
+        run(["--help" if word == "--help-all" else word for word in config_first(words, "train")])
     except SystemExit as stop:  # of --print_config and --help
-        if stop.code in (0, None):
-            return 0
-        raise
+        if stop.code not in (0, None):
+            raise

@@ -1,6 +1,6 @@
 """Batches of conversations for training steps, and the choice of the rows of a batch.
 
-Shapes: B rows · T tokens of the longest row · D target hidden size · C context size.
+Shapes: X rows · B rows of a batch · T tokens of the longest row · D target hidden size · C context size.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def stack(parts: Sequence[Tensor]) -> Tensor:
     return torch.nn.functional.pad(stacked_BT, (0, 0) * (stacked_BT.ndim - 2) + (0, missing))
 
 
-def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(length_X: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
 
     A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
@@ -60,18 +60,18 @@ def plan_epoch(length_R: Tensor, *, batch_tokens: int, seed: int, epoch: int) ->
     # A hash of the whole key: neighbouring epochs and seeds do not share their streams.
     digest = hashlib.blake2b(repr(("epoch", seed, epoch)).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    order_R = torch.randperm(len(length_R), generator=generator)
+    order_X = torch.randperm(len(length_X), generator=generator)
     batches: list[list[int]] = []
-    for pool_R in order_R.split(_POOL_ROWS):
-        pool_R = pool_R[length_R[pool_R].argsort(stable=True)]
-        batches += _cut(pool_R.tolist(), length_R[pool_R].tolist(), batch_tokens)
+    for pool_X in order_X.split(_POOL_ROWS):
+        pool_X = pool_X[length_X[pool_X].argsort(stable=True)]
+        batches += _cut(pool_X.tolist(), length_X[pool_X].tolist(), batch_tokens)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def plan_in_order(length_R: Tensor, *, batch_tokens: int) -> list[list[int]]:
+def plan_in_order(length_X: Tensor, *, batch_tokens: int) -> list[list[int]]:
     """Batches for validation: rows sorted by length, the same ones every time."""
-    order_R = length_R.argsort(stable=True)
-    return _cut(order_R.tolist(), length_R[order_R].tolist(), batch_tokens)
+    order_X = length_X.argsort(stable=True)
+    return _cut(order_X.tolist(), length_X[order_X].tolist(), batch_tokens)
 
 
 def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:

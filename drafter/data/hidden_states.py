@@ -2,7 +2,7 @@
 
 One safetensors file holds one text:
 
-    hidden_states         [T, L, D]   the layers of the context, then the last layer
+    hidden_states         [T, A, D]   the layers of the context, then the last layer
     token_ids             [T]         the tokens that the states belong to
     hidden_states_scales  [T, 1, 1]   only with float8 states: state = value x scale
 
@@ -14,7 +14,7 @@ Of the cache: bfloat16 states behind the final norm, from shortly before the fir
 drafter starts earlier. A hash of the row and of everything that the states depend on is the file's name. So an
 interrupted run continues, and several data sets, targets and drafters share a folder.
 
-Shapes: R rows · B rows of a batch · T tokens · L stored layers · D hidden size · C context size.
+Shapes: X rows · B rows of a batch · T tokens · A stored layers · D hidden size · C context size.
 """
 
 import hashlib
@@ -81,31 +81,31 @@ class StatesOnDisk:
             ValueError: the file is damaged, or was changed since it was chosen.
         """
         path, token_T = self.files[index], self.rows.row(index).token_T
-        start = 0 if self.norm is None or self.rows.start_R is None else int(self.rows.start_R[index])
+        start = 0 if self.norm is None or self.rows.start_X is None else int(self.rows.start_X[index])
         span = slice(start, start + len(token_T))
         with _open(path) as file:
-            stored_T, state_TLD = file.get_slice(_TOKENS)[span], file.get_slice(_STATES)[span]
-            is_whole = state_TLD.ndim == 3 and len(state_TLD) == len(stored_T)
+            stored_T, state_TAD = file.get_slice(_TOKENS)[span], file.get_slice(_STATES)[span]
+            is_whole = state_TAD.ndim == 3 and len(state_TAD) == len(stored_T)
             if not is_whole or not torch.equal(stored_T.long(), token_T[: len(stored_T)]):
                 raise ValueError(f"{path} changed while it was in use: its tokens are no longer those of row {index}")
             if _SCALES in file.keys():  # noqa: SIM118  # a handle of safetensors is no mapping
-                state_TLD = state_TLD.float() * file.get_slice(_SCALES)[span].float()
-        if not bool(state_TLD.float().isfinite().all()):
+                state_TAD = state_TAD.float() * file.get_slice(_SCALES)[span].float()
+        if not bool(state_TAD.float().isfinite().all()):
             raise ValueError(f"{path}: the hidden states hold numbers that are not finite: make the file again")
-        state_TLD = state_TLD.to(self.dtype)
-        hidden_TD = state_TLD[:, -1] if self.norm is None else self.norm(state_TLD[:, -1])
+        state_TAD = state_TAD.to(self.dtype)
+        hidden_TD = state_TAD[:, -1] if self.norm is None else self.norm(state_TAD[:, -1])
         padding = (0, 0, 0, len(token_T) - len(stored_T))
-        context_TC = pad(state_TLD[:, :-1].flatten(1), padding) if self.has_context else None
+        context_TC = pad(state_TAD[:, :-1].flatten(1), padding) if self.has_context else None
         return States(pad(hidden_TD, padding), context_TC)
 
 
 def crop_to_answers(rows: TokenRows, margin: int) -> TokenRows:
     """The rows without the positions more than ``margin`` before the first trained token of each.
 
-    A drafter that unrolls K tokens starts at most K + 1 positions before that token.
+    A drafter that unrolls L tokens starts at most L + 1 positions before that token.
     """
     firsts = [int(rows.row(index).loss_mask_T.to(torch.uint8).argmax()) for index in range(len(rows))]
-    return replace(rows, start_R=(torch.tensor(firsts, dtype=torch.int64) - margin).clamp(min=0))
+    return replace(rows, start_X=(torch.tensor(firsts, dtype=torch.int64) - margin).clamp(min=0))
 
 
 # -- the cache -----------------------------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ def cache_states(
 
     folder = Path(folder).expanduser()
     cropped = crop_to_answers(rows, margin)
-    assert cropped.start_R is not None
-    starts = cropped.start_R.tolist()
+    assert cropped.start_X is not None
+    starts = cropped.start_X.tolist()
     key = repr((target.fingerprint, target.dtype, target.hidden_size, tuple(context_layers), _VERSION))
     # A state depends on all text before its position, so the hash is of the whole row.
     names = [_digest(rows.row(index).token_T, f"{start} {key}") for index, start in enumerate(starts)]
@@ -143,24 +143,24 @@ def cache_states(
     with locked(folder / ".lock", wait=True, seconds=math.inf):
         missing = list({file: index for index, file in enumerate(files) if not file.is_file()}.values())
         if missing:
-            num_positions = int(cropped.length_R[missing].sum())
+            num_positions = int(cropped.length_X[missing].sum())
             num_bytes = num_positions * 2 * target.hidden_size * (1 + len(context_layers))
             _check_room(folder, num_positions, num_bytes + len(missing) * _SPARE_BYTES)
-        length_R = rows.length_R[missing]
+        length_X = rows.length_X[missing]
         options: dict[str, Any] = {"desc": "hidden states", "unit": "token", "unit_scale": True, "disable": None}
-        with tqdm(total=int(length_R.sum()), **options) as bar:
-            for batch in plan_in_order(length_R, batch_tokens=batch_tokens):
+        with tqdm(total=int(length_X.sum()), **options) as bar:
+            for batch in plan_in_order(length_X, batch_tokens=batch_tokens):
                 indices = [missing[place] for place in batch]
                 tokens = [row.token_T for row in rows.take(indices)]
                 token_BT = pad_sequence(tokens, batch_first=True).to(target.device)
                 output = target.forward(token_BT, context_layers=context_layers)
                 layers = [output.context_BTC, output.hidden_BTD] if context_layers else [output.hidden_BTD]
                 state_BTD = torch.cat(layers, dim=-1).to(torch.bfloat16).cpu()
-                state_BTLD = state_BTD.unflatten(-1, (-1, target.hidden_size))
-                for state_TLD, index, token_T in zip(state_BTLD, indices, tokens, strict=True):
+                state_BTAD = state_BTD.unflatten(-1, (-1, target.hidden_size))
+                for state_TAD, index, token_T in zip(state_BTAD, indices, tokens, strict=True):
                     kept = slice(starts[index], len(token_T))
                     with renamed(files[index]) as new:
-                        save_file({_STATES: state_TLD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
+                        save_file({_STATES: state_TAD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
                 bar.update(sum(map(len, tokens)))
     return StatesOnDisk(files, cropped, target.dtype, has_context=bool(context_layers))
 
@@ -235,7 +235,7 @@ def open_stored_states(
         index = found.index(None)
         raise ValueError(
             f"{FLAG}: {len(rows) - len(paths)} of {len(rows)} rows have no stored states, such as row {index} "
-            f"({int(rows.length_R[index])} tokens): another chat template, another tokenizer, or a text that was not "
+            f"({int(rows.length_X[index])} tokens): another chat template, another tokenizer, or a text that was not "
             "stored"
         )
     cropped, norm = crop_to_answers(rows, margin), target.final_norm()
@@ -271,7 +271,7 @@ def _file_of(row: TokenRow, files: dict[bytes, Path]) -> Path | None:
 @torch.no_grad()
 def _check_model(states: StatesOnDisk, rows: TokenRows, target: Target, context_layers: Sequence[int]) -> None:
     """ValueError if final states or context of the shortest row are far from those of a forward of the target."""
-    index = int(rows.length_R.argmin())
+    index = int(rows.length_X.argmin())
     row, found = rows.row(index), states.row(index)
     start = len(row.token_T) - len(found.hidden_TD)
     used = slice(start, max(start + 1, _num_needed(row)))

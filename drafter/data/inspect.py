@@ -36,7 +36,7 @@ def inspect_file(name: str, encoder: RowEncoder, console: "Console", *, num_rows
         console.print(text, soft_wrap=True)
     console.rule()
     for what, column in (("tokens in a row", "length"), ("trained tokens in a row", "num_trained")):
-        value_R = rows.column(column)
-        lines.append(f"{what}: {value_R.min():,} at least, {value_R.median():,} median, {value_R.max():,} at most")
+        value_X = rows.column(column)
+        lines.append(f"{what}: {value_X.min():,} at least, {value_X.median():,} median, {value_X.max():,} at most")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

@@ -70,7 +70,7 @@ class TrainLoader:
         """``position``: batches of this rank handed out in this epoch. ``epoch``: complete passes over the data."""
         settings: dict[str, Any] = {name: self._identity[name] for name in ("batch_tokens", "seed")}
         self._epoch, self._position = epoch, position
-        self._plan = plan_epoch(self._rows.length_R, epoch=epoch, **settings)
+        self._plan = plan_epoch(self._rows.length_X, epoch=epoch, **settings)
 
 
 class ValLoader:
@@ -91,7 +91,7 @@ class ValLoader:
         world_size: int = 1,
     ) -> None:
         self._rows, self._states = rows if states is None else states.rows, states
-        batches = plan_in_order(self._rows.length_R, batch_tokens=batch_tokens)
+        batches = plan_in_order(self._rows.length_X, batch_tokens=batch_tokens)
         while len(batches) % world_size:
             place = max(range(len(batches)), key=lambda index: len(batches[index]))
             whole, half = batches[place], len(batches[place]) // 2

@@ -29,8 +29,7 @@ class ChatDataModule(LightningDataModule):
 
     `datasets` reads and tokenises the files once and keeps the token rows in its cache folder (HF_DATASETS_CACHE).
     Rows with ``prompt_token_ids`` and ``token_ids`` are trained on as they are. Rows of similar length share a batch of
-    at most ``batch_tokens`` tokens, padding included. The loader saves the position in the data in the trainer's
-    checkpoint (``state_dict`` of a dataloader, Lightning >= 2.6).
+    at most ``batch_tokens`` tokens, padding included. The position in the data is part of the trainer's checkpoint.
     """
 
     def __init__(
@@ -94,6 +93,9 @@ class ChatDataModule(LightningDataModule):
         self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self._cache_folder, self._stored_folder = cache_hidden_states, hidden_states
         self._states: dict[str, StatesOnDisk] = {}
+        self._rows: dict[str, TokenRows] = {}
+        self._loader: TrainLoader | None = None
+        self._position: dict[str, Any] | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -101,24 +103,38 @@ class ChatDataModule(LightningDataModule):
         return load_tokenizer(self._target_name, **self._loading)
 
     @cached_property
-    def description(self) -> list[dict[str, Any]]:
-        """Each training file by name, with a hash of its bytes (None for a data set of the hub)."""
+    def summary(self) -> dict[str, Any]:
+        """The training rows in numbers, and each file by name, with a hash of its bytes (None for data of the hub)."""
         files = {name: Path(name).is_file() for name in self._train_names}
-        return [
+        described = [
             {"name": Path(name).name if is_file else name, "sha256": digest_of_rows(name) if is_file else None}
             for name, is_file in files.items()
         ]
+        rows = self.rows["train"]
+        numbers = {"rows": len(rows), "trained_tokens": rows.num_trained_tokens, "train_on": self.train_on}
+        return {"files": described, **numbers}
 
     def prepare_data(self) -> None:
         """Tokenise the files, in one process only."""
-        _ = self.rows
+        self.read_rows()
 
     def setup(self, stage: str | None = None) -> None:
         """Open the token rows."""
-        _ = self.rows
+        self.read_rows()
 
     def train_dataloader(self) -> TrainLoader:
-        return TrainLoader(self.rows["train"], self._states.get("train"), seed=self._seed, **self._batching())
+        self._loader = TrainLoader(self.rows["train"], self._states.get("train"), seed=self._seed, **self._batching())
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training data, for a checkpoint."""
+        return {} if self._loader is None else self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The loader of the training data goes on at this position."""
+        self._position = state_dict
 
     def val_dataloader(self) -> ValLoader:
         return ValLoader(self.rows["val"], self._states.get("val"), **self._batching())
@@ -136,7 +152,7 @@ class ChatDataModule(LightningDataModule):
         self._check_writer(target)
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
-            longest = max(int(rows.length_R.max()) for rows in self.rows.values())
+            longest = max(int(rows.length_X.max()) for rows in self.rows.values())
             files = index_stored_files(self._stored_folder, target, context_layers=context_layers, longest=longest)
             self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in self.rows.items()}
         elif self._cache_folder is not None:
@@ -186,16 +202,23 @@ class ChatDataModule(LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return {"batch_tokens": self._batch_tokens, "rank": rank, "world_size": world_size}
 
-    @cached_property
+    @property
     def rows(self) -> dict[str, TokenRows]:
         """The rows of ``train``, with the loss mask of the loss, and the held-out rows, ``val``."""
+        return self.read_rows()
+
+    def read_rows(self) -> dict[str, TokenRows]:
+        """:attr:`rows`, which the first call reads."""
+        if self._rows:
+            return self._rows
         train = self._read(self._train_names, "train")
         if isinstance(self._val, str | list):
             val = self._read([self._val] if isinstance(self._val, str) else self._val, "val")
         else:
             kept, held_out = split_by_prompt(train, self._val)
             train, val = train.select(kept), train.select(held_out)
-        return {"train": replace(train, everything=self.train_on == "everything"), "val": val}
+        self._rows = {"train": replace(train, everything=self.train_on == "everything"), "val": val}
+        return self._rows
 
     def _read(self, names: list[str], what: str) -> TokenRows:
         name = self._target_name

@@ -1,6 +1,6 @@
 """Tokenised rows: an Arrow table of `datasets` with token ids and loss masks, mapped into memory.
 
-Shapes: R rows · T tokens of one row · V vocabulary.
+Shapes: X rows · T tokens of one row · V vocabulary.
 """
 
 import hashlib
@@ -29,22 +29,22 @@ class TokenRows:
 
     Attributes:
         dataset: a ``datasets.Dataset``.
-        start_R: first kept token of each row, int64; None: whole rows.
+        start_X: first kept token of each row, int64; None: whole rows.
         everything: train on all tokens but the first of each row.
     """
 
     dataset: Any
-    start_R: Tensor | None = None
+    start_X: Tensor | None = None
     everything: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     @cached_property
-    def length_R(self) -> Tensor:
+    def length_X(self) -> Tensor:
         """Kept tokens of each row, int64."""
-        length_R = self.column("length")
-        return length_R if self.start_R is None else length_R - self.start_R
+        length_X = self.column("length")
+        return length_X if self.start_X is None else length_X - self.start_X
 
     @property
     def num_trained_tokens(self) -> int:
@@ -58,7 +58,7 @@ class TokenRows:
     def take(self, rows: Sequence[int]) -> list[TokenRow]:
         """These rows, in this order."""
         found = self._tensors[list(rows)]
-        starts = [0] * len(rows) if self.start_R is None else self.start_R[list(rows)].tolist()
+        starts = [0] * len(rows) if self.start_X is None else self.start_X[list(rows)].tolist()
         parts = zip(found["token_ids"], found["loss_mask"], starts, strict=True)
         if self.everything:
             return [TokenRow(token_T[start:], torch.arange(start, len(token_T)) > 0) for token_T, _, start in parts]
@@ -80,7 +80,7 @@ class TokenRows:
 
     def select(self, rows: Sequence[int]) -> "TokenRows":
         """These whole rows, in this order."""
-        return replace(self, dataset=self.dataset.select(rows), start_R=None)
+        return replace(self, dataset=self.dataset.select(rows), start_X=None)
 
     def digest(self) -> str:
         """A hash of all whole rows: tells data sets apart, wherever their files lie."""
@@ -95,8 +95,8 @@ class TokenRows:
         """Number of answer tokens by id, int64 [V] with V = ``size``, which is larger than every id."""
         count_V = torch.zeros(size, dtype=torch.int64)
         for batch in self._tensors.iter(_BATCH_ROWS):
-            token_N = torch.cat(list(batch["token_ids"]))[torch.cat(list(batch["loss_mask"]))]
-            count_V += token_N.bincount(minlength=size)
+            token_Y = torch.cat(list(batch["token_ids"]))[torch.cat(list(batch["loss_mask"]))]
+            count_V += token_Y.bincount(minlength=size)
         return count_V
 
     @cached_property

@@ -6,12 +6,13 @@ time of the last change of the file's entry, which no program can set.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from drafter.utils.io import recover, replacing
+from drafter.utils.io import locked, recover, replacing
 from drafter.utils.parse import read_json_object
 
 _RECORD = "source.json"
@@ -44,12 +45,12 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None, *, is_e
     Raises:
         Exception: of ``fill``.
     """
-    from filelock import FileLock
-
     if is_whole(folder, is_exact=is_exact):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
+    lock = folder.parent / f".{folder.name}.lock"
+    lock.touch()
+    with locked(lock, wait=True, seconds=math.inf):
         recover(folder)
         if is_whole(folder, is_exact=is_exact):
             return folder

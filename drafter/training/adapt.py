@@ -29,7 +29,7 @@ from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
 from drafter.training.checkpoint import check_export, export_checkpoint
 from drafter.training.options import AdaptOptions, DrafterOptions
-from drafter.training.run import main_train
+from drafter.training.run import train
 from drafter.utils.io import locked, write_atomic
 from drafter.utils.tables import format_table
 
@@ -86,7 +86,7 @@ def adapt(
         if not made.exists():
             load.cache_clear()
             gc.collect()  # a target and what hangs on it refer to each other
-            main_train([*_recipe(options, work, longest), *options.train_words])
+            train(_recipe(options, work, longest))
             export_checkpoint(checkpoint, made)
             gc.collect()  # the trainer's target
         after = _kept(work / "after.json", lambda: _measured(load(), load_drafter(str(made), load()), prompts))
@@ -193,8 +193,8 @@ def _tokens_per_second(target: Target) -> float:
     return _SPEED_TOKENS / statistics.median(seconds[1:])
 
 
-def _recipe(options: AdaptOptions, work: Path, longest: int) -> list[str]:
-    """The words of `drafter train`: the drafter's own shape, a low learning rate that falls with the time.
+def _recipe(options: AdaptOptions, work: Path, longest: int) -> dict[str, Any]:
+    """The settings of a training: the drafter's own shape, a low learning rate that falls with the time.
 
     ``longest``: tokens of the longest row, which is cut beyond ``_MAX_LENGTH``.
     """
@@ -202,29 +202,23 @@ def _recipe(options: AdaptOptions, work: Path, longest: int) -> list[str]:
     config = RecurrentDrafter.from_pretrained(options.drafter).config
     shape = {name: getattr(config, name) for name in asdict(DrafterOptions())}
     rates = [1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length][: config.draft_length]
-    settings: dict[str, Any] = {
-        "model.target": options.target,
-        "model.target_dtype": "bfloat16",
-        "model.init_from": options.drafter,
-        "model.drafter": json.dumps(shape),
-        "model.objective.depth_rates": rates,
-        "model.objective.shared_tokens": 2048 if config.head == "tied" else 0,
-        "model.optim.lr": _LR,
-        "model.optim.warmup_steps": 10,
-        "model.optim.decay_share": 1.0,
-        "model.optim.minutes": options.minutes,
-        "data.train": work / "train.jsonl",
-        "data.val": work / "val.jsonl",
-        "data.max_length": length,
-        "data.batch_tokens": length,
-        "data.cache_hidden_states": work / "states",
-        "trainer.max_epochs": _EPOCHS,
-        "trainer.precision": "bf16-mixed",
-        "trainer.gradient_clip_val": 1.0,
-        "trainer.num_sanity_val_steps": 0,
-        "trainer.default_root_dir": work,
+    model = {
+        **{name: getattr(options, name) for name in ("target", "revision", "trust_remote_code")},
+        "target_dtype": "bfloat16",
+        "init_from": options.drafter,
+        "drafter": shape,
+        "objective": {"depth_rates": rates, "shared_tokens": 2048 if config.head == "tied" else 0},
+        "optim": {"lr": _LR, "warmup_steps": 10, "decay_share": 1.0, "minutes": options.minutes},
     }
-    return [*(f"--{name}={value}" for name, value in settings.items()), "--ckpt_path=last"]
+    data = {
+        **{"train": str(work / "train.jsonl"), "val": str(work / "val.jsonl"), "max_length": length},
+        **{"batch_tokens": length, "cache_hidden_states": str(work / "states")},
+    }
+    trainer = {
+        **{"max_epochs": _EPOCHS, "precision": "bf16-mixed", "gradient_clip_val": 1.0, "num_sanity_val_steps": 0},
+        **{"default_root_dir": str(work), **options.trainer},
+    }
+    return {"model": model, "data": data, "trainer": trainer, "ckpt_path": "last"}
 
 
 def _digest(drafter: Path) -> str:

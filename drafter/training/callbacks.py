@@ -64,7 +64,7 @@ class TokensPerStep(Callback):
         drafter = copy.deepcopy(module.drafter).to(target.device, target.dtype).eval()  # the original goes on training
         config = EngineConfig(max_num_seqs=self._num_prompts, beam_width=8, draft_length=length, tree_size=24)
         with torch.autocast(target.device.type, enabled=False):
-            prompts = trainer.datamodule.val_prompts(self._num_prompts)
+            prompts = module.data.val_prompts(self._num_prompts)
             answers = Engine(target, drafter, config).generate(prompts, self._params)
         num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
         num_tokens = sum(len(answer.token_ids) for answer in answers)
@@ -92,10 +92,6 @@ class SaveWhenStopped(Callback):
         self._step = trainer.global_step
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._take_note)  # Lightning puts the earlier handlers back at the end
-        # Lightning makes the loader before it reads the position in the data, and restores none after a whole epoch.
-        fit_loop: Any = trainer.fit_loop
-        fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
-        fit_loop._combined_loader_states_to_load = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         # Between optimizer steps gradients accumulate, and a checkpoint holds no gradients.

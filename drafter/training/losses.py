@@ -14,7 +14,7 @@ that a pair is kept is exactly the inside mass, so on average each pair is weigh
 it was renormalised; no logits outside the draft vocabulary are ever computed.
 
 Shapes: P pairs · M teacher positions · C pairs or positions of a chunk · R draft vocabulary · F feature size of the
-head (D for a tied head, 2D for a full one) · D hidden size · K likeliest tokens of the target · S sampled tokens.
+head (D for a tied head, 2D for a full one) · D hidden size · I likeliest tokens of the target · Y sampled tokens.
 """
 
 import math
@@ -133,19 +133,19 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens of the draft vocabulary for a sampled loss.
 
-    All positions share S tokens: the likeliest tokens of the batch with weight 1, and tokens drawn from the rest, whose
+    All positions share Y tokens: the likeliest tokens of the batch with weight 1, and tokens drawn from the rest, whose
     weights stand for the tokens that were not drawn.
 
     Args:
         hidden_MD: the target's final hidden states, in the dtype of the rows.
         weight_RD: its output rows over the draft vocabulary; their products are its logits.
-        mix: K is ``top_tokens``, S ``shared_tokens``; half of the shared tokens are the likeliest of all positions
+        mix: I is ``top_tokens``, Y ``shared_tokens``; half of the shared tokens are the likeliest of all positions
             together, half are drawn from the rest.
         generator: of that draw, on the CPU.
 
     Returns:
-        int64 draft indices of the shared tokens [S]; the log of how many tokens each of them stands for [S]; draft
-        indices of the likeliest tokens of each position [M, K].
+        int64 draft indices of the shared tokens [Y]; the log of how many tokens each of them stands for [Y]; draft
+        indices of the likeliest tokens of each position [M, I].
     """
     device, num_outputs = hidden_MD.device, len(weight_RD)
     num_shared, num_top = min(mix.shared_tokens, num_outputs), min(mix.top_tokens, num_outputs)
@@ -162,11 +162,11 @@ def sample_tokens(
     is_pinned = device.type != "cpu"
     place = torch.randperm(num_outputs - num_always, generator=generator, pin_memory=is_pinned)[:num_drawn]
     place = place.to(device, non_blocking=True)
-    index_S = torch.cat([rest_R[:num_always], rest_R[num_always:][place]])
-    log_weight_S = torch.zeros(num_shared, device=device)
+    index_Y = torch.cat([rest_R[:num_always], rest_R[num_always:][place]])
+    log_weight_Y = torch.zeros(num_shared, device=device)
     if num_drawn:
-        log_weight_S[num_always:] = math.log((num_outputs - num_always) / num_drawn)
-    return index_S, log_weight_S, torch.cat(tops)
+        log_weight_Y[num_always:] = math.log((num_outputs - num_always) / num_drawn)
+    return index_Y, log_weight_Y, torch.cat(tops)
 
 
 def sampled_loss(
@@ -195,27 +195,27 @@ def sampled_loss(
     """
     assert not weight_RF.requires_grad, "a sampled loss has frozen output rows"
     hidden_MD = hidden_MD.to(weight_RF.dtype)
-    index_S, log_weight_S, top_MK = sample_tokens(hidden_MD, weight_RF, mix, generator=generator)
-    num_shared, num_top = len(index_S), top_MK.shape[1]
-    shared_SF = weight_RF[index_S]
-    shared_MS = hidden_MD @ shared_SF.T
+    index_Y, log_weight_Y, top_MI = sample_tokens(hidden_MD, weight_RF, mix, generator=generator)
+    num_shared, num_top = len(index_Y), top_MI.shape[1]
+    shared_YF = weight_RF[index_Y]
+    shared_MY = hidden_MD @ shared_YF.T
     # Column of each draft token among the shared tokens; other tokens go to a last column.
     column_R = torch.full((len(weight_RF),), num_shared, device=weight_RF.device)
-    column_R[index_S] = torch.arange(num_shared, device=weight_RF.device)
-    bias_1S = torch.cat([log_weight_S, log_weight_S.new_zeros(1)])[None]
+    column_R[index_Y] = torch.arange(num_shared, device=weight_RF.device)
+    bias_1Y = torch.cat([log_weight_Y, log_weight_Y.new_zeros(1)])[None]
 
     def chunk_loss(feature_CF: Tensor, rows_RF: Tensor, here: slice) -> Tensor:
         label_C, teacher_C = label_P[here], teacher_P[here]
-        top_CJ = torch.cat([label_C[:, None], top_MK[teacher_C]], dim=1)
+        top_CJ = torch.cat([label_C[:, None], top_MI[teacher_C]], dim=1)
         bias_CJ = torch.zeros(top_CJ.shape, device=top_CJ.device)
         bias_CJ[:, 1:] = (top_CJ[:, 1:] == label_C[:, None]) * _MASKED
-        bias_CS = bias_1S.repeat(len(label_C), 1).scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
-        bias_CA = torch.cat([bias_CJ, bias_CS], dim=1)
+        bias_CY = bias_1Y.repeat(len(label_C), 1).scatter_(1, column_R[top_CJ], _MASKED)[:, :num_shared]
+        bias_CA = torch.cat([bias_CJ, bias_CY], dim=1)
         top_CJF = rows_RF[top_CJ]
         teacher_CJ = torch.einsum("cjf,cf->cj", top_CJF, hidden_MD[teacher_C])
-        teacher_CA = torch.cat([teacher_CJ, shared_MS[teacher_C]], dim=1).float()
+        teacher_CA = torch.cat([teacher_CJ, shared_MY[teacher_C]], dim=1).float()
         z_CJ = torch.einsum("cjf,cf->cj", top_CJF, feature_CF)
-        z_CA = torch.cat([z_CJ, feature_CF @ shared_SF.T], dim=1).float()
+        z_CA = torch.cat([z_CJ, feature_CF @ shared_YF.T], dim=1).float()
         return mixed_loss(z_CA + bias_CA, teacher_CA + bias_CA, torch.zeros_like(label_C), mix)
 
     bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]

@@ -1,13 +1,12 @@
 """DrafterModule: the frozen target gives hidden states and distributions, and the drafter learns to predict them.
 
-Shapes: B rows · T tokens · K depths · N starts · P pairs · M teacher positions · R draft vocabulary · D hidden size ·
+Shapes: B rows · T tokens · L depths · A starts · P pairs · M teacher positions · R draft vocabulary · D hidden size ·
 F feature size of the head.
 """
 
 import math
 import time
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from drafter.data.batch import ChatBatch
+from drafter.data.module import ChatDataModule
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
@@ -86,12 +86,9 @@ class DrafterModule(LightningModule):
 
     def __init__(
         self,
-        target: str,
-        target_dtype: str = "auto",
-        quantization: str = "none",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        shard_target: bool = False,
+        make_target: Callable[[torch.device, int], Target],
+        data: ChatDataModule,
+        *,
         drafter: DrafterOptions = DrafterOptions(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
@@ -99,28 +96,15 @@ class DrafterModule(LightningModule):
     ) -> None:
         """
         Args:
-            target: alias, hub id, folder or .gguf file.
-            target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
-            quantization: int8 or int4 rounds the target's weights after loading; none.
-            revision: hub revision of the target.
-            trust_remote_code: run code of a hub model.
-            shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
-            drafter: shape of the drafter.
-            objective: the losses and their weights.
-            optim: optimizer and learning rate.
-            init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
+            make_target: loads the target for this process's device; the number is that of the node's devices.
+            data: the rows, which give draft vocabulary, scales and hidden states.
+            drafter, objective, optim, init_from: as of :func:`drafter_module`.
         """
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.save_hyperparameters(
-            given | {"drafter": asdict(drafter), "objective": asdict(objective), "optim": asdict(optim)}
-        )
         self.options, self.objective, self.optim_options = drafter, objective, optim
+        self.data = data
+        self._make_target, self._init_from = make_target, init_from
         self._rates = objective.rates(drafter.draft_length)
-        shared: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "is_trainable": True}
-        self._load_target = partial(
-            load_target, target, runtime="torch", dtype=target_dtype, quantization=quantization, **shared
-        )
         self._seed = torch.initial_seed()
         self.num_positions = 0
         self._clock = (0.0, 0)
@@ -141,10 +125,8 @@ class DrafterModule(LightningModule):
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        num_shards = self.trainer.num_devices if self.hparams["shard_target"] else 1
-        target = self._load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
-        data: Any = getattr(self.trainer, "datamodule", None)
-        drafter, notes = build_drafter(target, data, self.options, self.hparams["init_from"])
+        target = self._make_target(self.trainer.strategy.root_device, self.trainer.num_devices)
+        drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
         self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
@@ -160,14 +142,14 @@ class DrafterModule(LightningModule):
         if self.trainer.is_global_zero:
             # Not self.print, which needs a progress bar; there is none yet.
             print("\n".join([*notes, *summary_lines(self.drafter)]), flush=True)
-        self._cache_states(data)
+        self._cache_states()
 
-    def _cache_states(self, data: Any) -> None:
+    def _cache_states(self) -> None:
         """Fill the data module's cache of hidden states, if there is one. The first process writes; the others read."""
         layers = tuple(self.drafter.config.context_layers)
         for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
             if is_turn:
-                data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
+                self.data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
@@ -193,13 +175,8 @@ class DrafterModule(LightningModule):
         checkpoint["drafter_config"] = self.drafter.config.to_dict()
         checkpoint["num_positions"] = self.num_positions
         checkpoint["seconds"] = self._seconds()
-        data: Any = getattr(self.trainer, "datamodule", None)
-        checkpoint["data"] = {
-            "files": data.description,
-            "rows": len(data.rows["train"]),
-            "trained_tokens": data.rows["train"].num_trained_tokens,
-            "train_on": data.train_on,
-        }
+        checkpoint["num_processes"] = self.trainer.world_size
+        checkpoint["data"] = self.data.summary
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["metrics"] = {
             name: value for name, value in metrics.items() if name.startswith("val/") and math.isfinite(value)
@@ -207,8 +184,7 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
-        loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader") or [{}]
-        before, now = loaders[0].get("world_size", 1), self.trainer.world_size
+        before, now = checkpoint["num_processes"], self.trainer.world_size
         if before != now:
             raise ValueError(
                 f"the checkpoint was written by {before} process(es) and this run has {now}: resume with as many, or "
@@ -265,17 +241,17 @@ class DrafterModule(LightningModule):
 
     def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
         """Features of all pairs: the drafter unrolled from every start, each to its own depth."""
-        token_S = token_BT.flatten()
-        context_NC = context_BTC.flatten(0, 1)[pairs.start_N]
-        hidden_ND = self.drafter.fuse(context_NC)
-        state_ND = self.drafter.init_state(context_NC)
+        token_X = token_BT.flatten()
+        context_AC = context_BTC.flatten(0, 1)[pairs.start_A]
+        hidden_AD = self.drafter.fuse(context_AC)
+        state_AD = self.drafter.init_state(context_AC)
         states, hiddens = [], []
         for depth, num in enumerate(pairs.num_starts, 1):
-            next_N = (pairs.start_N[:num] + depth).clamp(max=len(token_S) - 1)
-            embedding_ND = self.teacher.target.embed(token_S[next_N])
-            state_ND = self.drafter.step(state_ND[:num], embedding_ND)
-            states.append(state_ND)
-            hiddens.append(hidden_ND[:num])
+            next_A = (pairs.start_A[:num] + depth).clamp(max=len(token_X) - 1)
+            embedding_AD = self.teacher.target.embed(token_X[next_A])
+            state_AD = self.drafter.step(state_AD[:num], embedding_AD)
+            states.append(state_AD)
+            hiddens.append(hidden_AD[:num])
         return self.drafter.features(torch.cat(hiddens), torch.cat(states))
 
     def _generator(self) -> torch.Generator:
@@ -352,3 +328,42 @@ class DrafterModule(LightningModule):
             speed = (self.num_positions - old) / (self._clock[0] - before)
             self.log("train/positions_per_s", speed, prog_bar=True)
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+def drafter_module(
+    data: ChatDataModule,
+    target: str,
+    target_dtype: str = "auto",
+    quantization: str = "none",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    shard_target: bool = False,
+    drafter: DrafterOptions = DrafterOptions(),  # noqa: B008 (frozen)
+    objective: Objective = Objective(),  # noqa: B008 (frozen)
+    optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
+    init_from: str | None = None,
+) -> DrafterModule:
+    """The module of the settings under ``model:``.
+
+    Args:
+        data: the rows.
+        target: alias, hub id, folder or .gguf file.
+        target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
+        quantization: int8 or int4 rounds the target's weights after loading; none.
+        revision: hub revision of the target.
+        trust_remote_code: run code of a hub model.
+        shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
+        drafter: shape of the drafter.
+        objective: the losses and their weights.
+        optim: optimizer and learning rate.
+        init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
+    """
+
+    def make_target(device: torch.device, num_devices: int) -> Target:
+        return load_target(
+            target, runtime="torch", dtype=target_dtype, quantization=quantization, revision=revision,
+            trust_remote_code=trust_remote_code, is_trainable=True, device=str(device),
+            num_shards=num_devices if shard_target else 1,
+        )  # fmt: skip
+
+    return DrafterModule(make_target, data, drafter=drafter, objective=objective, optim=optim, init_from=init_from)

@@ -1,6 +1,5 @@
 """Options of `drafter train` under the key ``model:``, and of `drafter adapt`. Frozen, checked on construction."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -171,10 +170,3 @@ class AdaptOptions(Options):
     revision: str | None = None
     trust_remote_code: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def train_words(self) -> list[str]:
-        """The words of `drafter train` that these options stand for."""
-        settings = {f"trainer.{name}": value for name, value in self.trainer.items()}
-        settings |= {"model.trust_remote_code": self.trust_remote_code, "model.revision": self.revision}
-        return [f"--{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in settings.items()]

@@ -5,8 +5,8 @@ x_{t+1+k}, which the target itself predicts from h_{t+k}. The pair (t, k) counts
 token after the root x_{t+1} up to x_{t+1+k} belongs to an answer and can be drafted. The first root of an
 answer is the prompt's last token.
 
-Shapes: B rows · T tokens · K depths · N starts · P pairs (starts at depth 1, then starts that reach depth 2, ...) ·
-M teacher positions · S positions of the batch (B x T) · V target vocabulary.
+Shapes: B rows · T tokens · L depths · A starts · P pairs (starts at depth 1, then starts that reach depth 2, ...) ·
+M teacher positions · X positions of the batch (B x T) · V target vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class Pairs(NamedTuple):
     """Pairs in depth-major order over starts sorted by falling depth, so that every depth is a leading slice.
 
     Attributes:
-        start_N: index b * T + t of each start.
+        start_A: index b * T + t of each start.
         num_starts: number of starts that reach depth 1, 2, ...; pair (n, k) stands at sum(num_starts[:k-1]) + n.
         position_M: indices b * T + t + k of the hidden states that hold the target's own predictions, each once.
         teacher_P: index of each pair's position in ``position_M``.
         label_P: draft index of x_{t+1+k}.
     """
 
-    start_N: Tensor
+    start_A: Tensor
     num_starts: tuple[int, ...]
     position_M: Tensor
     teacher_P: Tensor
@@ -57,19 +57,19 @@ def select_pairs(
     index_BT = draft_index_V[token_BT]
     # Shifted views of the token at t + 1 + k for each depth, False past the end.
     usable_BT = torch.cat([loss_mask_BT & (index_BT >= 0), loss_mask_BT.new_zeros(num_rows, num_depths + 1)], dim=1)
-    is_valid_BTK = torch.stack([usable_BT[:, 1 + k : 1 + k + width] for k in range(1, num_depths + 1)], dim=-1)
-    is_valid_SK = is_valid_BTK.cumprod(dim=-1).bool().flatten(0, 1)
+    is_valid_BTL = torch.stack([usable_BT[:, 1 + k : 1 + k + width] for k in range(1, num_depths + 1)], dim=-1)
+    is_valid_XL = is_valid_BTL.cumprod(dim=-1).bool().flatten(0, 1)
     if min(depth_rates) < 1:
-        chance_S1 = torch.rand(len(is_valid_SK), 1, generator=generator)
-        is_valid_SK = is_valid_SK & (chance_S1 < torch.tensor(depth_rates))
-    depth_S = is_valid_SK.sum(dim=1)
-    sorted_S, start_S = depth_S.sort(descending=True, stable=True)
-    num_starts = tuple(torch.searchsorted(-sorted_S, -torch.arange(1, num_depths + 1), right=True).tolist())
-    start_N = start_S[: num_starts[0]]
-    source_P = torch.cat([start_N[:n] + k for k, n in enumerate(num_starts, 1)])
+        chance_X1 = torch.rand(len(is_valid_XL), 1, generator=generator)
+        is_valid_XL = is_valid_XL & (chance_X1 < torch.tensor(depth_rates))
+    depth_X = is_valid_XL.sum(dim=1)
+    sorted_X, start_X = depth_X.sort(descending=True, stable=True)
+    num_starts = tuple(torch.searchsorted(-sorted_X, -torch.arange(1, num_depths + 1), right=True).tolist())
+    start_A = start_X[: num_starts[0]]
+    source_P = torch.cat([start_A[:n] + k for k, n in enumerate(num_starts, 1)])
     label_P = index_BT.flatten()[source_P + 1]
     position_M, teacher_P = source_P.unique(return_inverse=True)
-    return Pairs(start_N, num_starts, position_M, teacher_P, label_P)
+    return Pairs(start_A, num_starts, position_M, teacher_P, label_P)
 
 
 def draft_index_of(draft_token_ids_R: Tensor, vocab_size: int) -> Tensor:

@@ -19,7 +19,7 @@ from drafter.data.module import ChatDataModule
 from drafter.integrations.wandb import init_options
 from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO
 from drafter.training.checkpoint import last_checkpoint, read_trained
-from drafter.training.module import DrafterModule
+from drafter.training.module import drafter_module
 from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
 from drafter.utils.provenance import run_record
@@ -61,6 +61,7 @@ class TrainCLI(LightningCLI):
                 "checkpoint.auto_insert_metric_name": False,
             }
         )
+        parser.link_arguments("data", "model.data", apply_on="instantiate")
         parser.link_arguments("model.target", "data.target")
         parser.link_arguments("model.revision", "data.revision")
         parser.link_arguments("model.trust_remote_code", "data.trust_remote_code")
@@ -91,11 +92,11 @@ class TrainCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
 
-def main_train(args: Sequence[str]) -> int:
-    """Run ``drafter train`` with command line words ``args``.
+def train(args: Sequence[str] | dict[str, Any]) -> None:
+    """Train a drafter.
 
-    Returns:
-        Exit code.
+    Args:
+        args: words of the command line of `drafter train`, or the settings of its file.
 
     Raises:
         ValueError: unknown options, bad values, unreadable files, divergence.
@@ -106,7 +107,7 @@ def main_train(args: Sequence[str]) -> int:
     _be_quiet()
     limit_yaml()
     try:
-        cli = _parse(list(args))
+        cli = _parse(args if isinstance(args, dict) else list(args))
     except MisconfigurationException as error:  # a value that Lightning's trainer refuses
         raise ValueError(first_line(error)) from error
     trainer: Any = cli.trainer
@@ -131,11 +132,10 @@ def main_train(args: Sequence[str]) -> int:
                 "--trainer.default_root_dir"
             )
         _fit(trainer, cli, _resume_path(cli.config.ckpt_path, last))
-    return 0
 
 
 def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
-    """Train, from a checkpoint if one is named, and say where the checkpoints are; errors as :func:`main_train`."""
+    """Train, from a checkpoint if one is named, and say where the checkpoints are; errors as :func:`train`."""
     exit_code = 1
     saver = SaveWhenStopped()
     # The last one: a time limit decides before the saver looks, and other callbacks restore their part in
@@ -168,9 +168,9 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
         print(f"done: {trainer.global_step} steps{why}; best {best}, last {last_checkpoint(trainer)}")
 
 
-def _parse(args: list[str]) -> TrainCLI:
-    return TrainCLI(
-        DrafterModule,
+def _parse(args: list[str] | dict[str, Any]) -> TrainCLI:
+    cli = TrainCLI(
+        drafter_module,
         ChatDataModule,
         args=args,
         run=False,
@@ -187,6 +187,8 @@ def _parse(args: list[str]) -> TrainCLI:
             "exit_on_error": False,  # errors are raised: the command shows them in one line
         },
     )
+    cli.model.save_hyperparameters(cli.config.model.as_dict())
+    return cli
 
 
 def _be_quiet() -> None:

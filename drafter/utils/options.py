@@ -141,8 +141,9 @@ def _dashed(word: str) -> str:
 def limit_yaml() -> None:
     """Let jsonargparse read files and values within the limits of :mod:`drafter.utils.parse`."""
     import yaml
-    from jsonargparse import set_loader
-    from jsonargparse._loaders_dumpers import yaml_load
+    from jsonargparse import get_loader, set_loader
+
+    yaml_load = getattr(get_loader("yaml"), "inner", get_loader("yaml"))  # a second call wraps nothing twice
 
     def load(text: str) -> Any:
         if len(text) > MAX_YAML_BYTES:
@@ -150,6 +151,7 @@ def limit_yaml() -> None:
         parse_yaml(text, "YAML")
         return yaml_load(text)
 
+    load.inner = yaml_load  # type: ignore[attr-defined]
     set_loader("yaml", load, (ValueError, yaml.YAMLError))  # the parser in C refuses some escapes more
 
 

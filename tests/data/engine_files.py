@@ -23,13 +23,13 @@ def states_before_norm(target: Target, token_T: Tensor, layers: Sequence[int]) -
     return torch.stack([*(output.hidden_states[layer][0] for layer in layers), seen[0][0]], dim=1)
 
 
-def write_file(path: Path, state_TLD: Tensor, token_T: Tensor, *, is_float8: bool = False) -> None:
+def write_file(path: Path, state_TAD: Tensor, token_T: Tensor, *, is_float8: bool = False) -> None:
     """One text. In float8 every token has one scale over all its layers, as speculators' FP8 connector writes it."""
-    tensors = {"hidden_states": state_TLD.contiguous(), "token_ids": token_T.long()}
+    tensors = {"hidden_states": state_TAD.contiguous(), "token_ids": token_T.long()}
     if is_float8:
         largest = torch.finfo(torch.float8_e4m3fn).max
-        scale_T11 = (state_TLD.float().abs().amax(dim=(1, 2), keepdim=True) / largest).clamp(min=1e-12)
-        tensors["hidden_states"] = (state_TLD.float() / scale_T11).to(torch.float8_e4m3fn)
+        scale_T11 = (state_TAD.float().abs().amax(dim=(1, 2), keepdim=True) / largest).clamp(min=1e-12)
+        tensors["hidden_states"] = (state_TAD.float() / scale_T11).to(torch.float8_e4m3fn)
         tensors["hidden_states_scales"] = scale_T11
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
@@ -40,8 +40,8 @@ def write_speculators(
 ) -> None:
     """``hs_{i}.safetensors`` of whole rows."""
     for number, (token_T, _) in enumerate(rows.take(range(len(rows)))):
-        state_TLD = states_before_norm(target, token_T, layers)
-        write_file(folder / f"hs_{number}.safetensors", state_TLD, token_T, is_float8=is_float8)
+        state_TAD = states_before_norm(target, token_T, layers)
+        write_file(folder / f"hs_{number}.safetensors", state_TAD, token_T, is_float8=is_float8)
 
 
 def write_vllm(folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = ()) -> None:

@@ -37,23 +37,23 @@ def rows_of(batch) -> list[int]:
     epoch=st.integers(0, 3),
 )
 def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], batch_tokens: int, **options: int) -> None:
-    length_R, all_rows = torch.tensor(lengths), rows_with(lengths)
-    plan = plan_epoch(length_R, batch_tokens=batch_tokens, **options)
+    length_X, all_rows = torch.tensor(lengths), rows_with(lengths)
+    plan = plan_epoch(length_X, batch_tokens=batch_tokens, **options)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
     padded = [gather(all_rows, rows).token_BT for rows in plan]
     assert max(token_BT.numel() for token_BT in padded) <= batch_tokens
     assert {token_BT.shape[1] % 8 for token_BT in padded} == {0}
     batch = gather(all_rows, plan[0])
-    in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < length_R[plan[0]][:, None]
+    in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < length_X[plan[0]][:, None]
     assert batch.token_BT.dtype == torch.int64 and torch.equal(batch.token_BT > 0, in_row_BT)
     in_row_BT[:, 0] = False
     assert torch.equal(batch.loss_mask_BT, in_row_BT)
-    assert plan == plan_epoch(length_R, batch_tokens=batch_tokens, **options)
+    assert plan == plan_epoch(length_X, batch_tokens=batch_tokens, **options)
 
 
 def test_seed_and_epoch_change_the_order_and_validation_has_none() -> None:
-    length_R = torch.tensor(LENGTHS * 4)
-    plans = [plan_epoch(length_R, batch_tokens=160, seed=s, epoch=e) for s, e in ((0, 0), (0, 1), (1, 0))]
+    length_X = torch.tensor(LENGTHS * 4)
+    plans = [plan_epoch(length_X, batch_tokens=160, seed=s, epoch=e) for s, e in ((0, 0), (0, 1), (1, 0))]
     assert plans[0] != plans[1] != plans[2] != plans[0]
     assert plan_in_order(torch.tensor([30, 10, 20, 40]), batch_tokens=50) == [[1, 2], [0], [3]]
     assert plan_in_order(torch.tensor([30, 10, 20, 40]), batch_tokens=46) == [[1], [2], [0], [3]]
@@ -101,12 +101,12 @@ def test_val_loader_gives_every_rank_as_many_batches(world_size: int) -> None:
 
 def test_rows() -> None:
     rows = token_rows([([1, 1], [False, True]), ([2], [False]), ([1, 1, 1], [False, True, True])])
-    assert rows.length_R.tolist() == [2, 1, 3] and rows.num_trained_tokens == 3
+    assert rows.length_X.tolist() == [2, 1, 3] and rows.num_trained_tokens == 3
     assert [row.token_T.tolist() for row in rows.select([2, 0]).take([0, 1])] == [[1, 1, 1], [1, 1]]
     assert len(rows.select([])) == 0 and rows.token_counts(3).tolist() == [0, 3, 0]
     everything = replace(rows, everything=True)
     digests = [part.digest() for part in (rows, rows.select([0, 2, 1]), everything)]
     assert len(set(digests)) == 3 and rows.select([0, 1, 2]).digest() == digests[0]
-    cropped = replace(rows, start_R=torch.tensor([0, 0, 2]))
-    assert cropped.length_R.tolist() == [2, 1, 1] and cropped.row(2).loss_mask_T.tolist() == [True]
+    cropped = replace(rows, start_X=torch.tensor([0, 0, 2]))
+    assert cropped.length_X.tolist() == [2, 1, 1] and cropped.row(2).loss_mask_T.tolist() == [True]
     assert everything.row(2).loss_mask_T.tolist() == [False, True, True]

@@ -49,7 +49,7 @@ def cached(folder: Path, rows: TokenRows, target: Target, **options) -> StatesOn
 
 
 def stored(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
-    files = index_stored_files(folder, target, context_layers=context_layers, longest=int(rows.length_R.max()))
+    files = index_stored_files(folder, target, context_layers=context_layers, longest=int(rows.length_X.max()))
     return open_stored_states(files, rows, target, margin=MARGIN, context_layers=context_layers)
 
 
@@ -70,9 +70,9 @@ def test_states_are_those_of_a_forward(
         token_T, loss_mask_T = rows.row(row)
         output = target.forward(token_T[None], context_layers=layers)
         found = states.row(row)
-        used = slice(int(crop.start_R[row]), int(loss_mask_T.nonzero()[-1]))  # what stands behind predicts nothing
+        used = slice(int(crop.start_X[row]), int(loss_mask_T.nonzero()[-1]))  # what stands behind predicts nothing
         num_used = used.stop - used.start
-        assert len(found.hidden_TD) == int(crop.length_R[row]) and found.hidden_TD.dtype == torch.float32
+        assert len(found.hidden_TD) == int(crop.length_X[row]) and found.hidden_TD.dtype == torch.float32
         close = {"rtol": tolerance, "atol": tolerance}
         torch.testing.assert_close(found.hidden_TD[:num_used], output.hidden_BTD[0, used], **close)
         assert (found.context_TC is None) == (not layers)
@@ -106,7 +106,7 @@ def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkey
 def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    num_positions = int(crop_to_answers(rows_of(), MARGIN).length_R.sum())
+    num_positions = int(crop_to_answers(rows_of(), MARGIN).length_X.sum())
     needed = num_positions * 2 * 16 + 7 * 4096
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(OSError, match="make room, name a folder on another disk, or train without"):
@@ -194,8 +194,8 @@ def test_states_of_another_model_or_behind_the_norm_are_refused(target: Target, 
     with pytest.raises(ValueError, match="the final states differ from those of target 'tiny' by .*: another model"):
         stored(tmp_path / "other", rows, target)
     for row, (token_T, _) in enumerate(rows.take(range(len(rows)))):
-        state_TLD = target.forward(token_T[None]).hidden_BTD[0, :, None]
-        write_file(tmp_path / f"normed/{row}.safetensors", state_TLD, token_T)
+        state_TAD = target.forward(token_T[None]).hidden_BTD[0, :, None]
+        write_file(tmp_path / f"normed/{row}.safetensors", state_TAD, token_T)
     with pytest.raises(ValueError, match="already behind the final norm"):
         stored(tmp_path / "normed", rows, target)
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -54,6 +54,8 @@ class FakeData(LightningDataModule):
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         return torch.bincount(self.batch.token_BT[self.batch.loss_mask_BT], minlength=vocab_size)
 
+    summary: ClassVar[dict[str, Any]] = {}
+
     def cache_states(self, *_: Any, **__: Any) -> None: ...
 
     def val_prompts(self, num: int) -> list[list[int]]:
@@ -76,15 +78,14 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
     drafter = {"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}
     objective = changes.pop("objective", {})
     optim = {"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}
-    module = DrafterModule(
-        target=target.name,
+    return DrafterModule(
+        lambda *_: target,
+        changes.pop("data", None) or FakeData(greedy_rows(target), 1),
         drafter=DrafterOptions(**drafter),
         objective=Objective(**objective),
         optim=OptimOptions(**optim),
         **changes,
     )
-    module._load_target = lambda **_: target
-    return module
 
 
 def make_trainer(folder: Any, **changes: Any) -> Trainer:

@@ -153,7 +153,7 @@ def test_a_call_that_was_stopped_at_its_end_does_not_train_again(
         assert main(command) == 130
     weights = (out / "model.safetensors").read_bytes()
     assert weights != (place / "drafter" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(module, "main_train", lambda _: pytest.fail("trains again"))
+    monkeypatch.setattr(module, "train", lambda _: pytest.fail("trains again"))
     assert main(command) == 0
     assert (out / "model.safetensors").read_bytes() == weights and os.listdir(tmp_path) == ["drafter"]
 
@@ -166,7 +166,7 @@ def test_another_command_begins_anew_and_a_second_one_at_the_same_time_is_refuse
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_measured", lambda *_: {})
-    monkeypatch.setattr(module, "main_train", stop)
+    monkeypatch.setattr(module, "train", stop)
     drafter = RecurrentDrafter.from_pretrained(place / "drafter")
     mark = tmp_path / ".new.adapt" / "mark"
     for minutes, shift, goes_on in (("5", 0.0, False), ("5", 0.0, True), ("5", 1.0, False), ("6", 0.0, False)):

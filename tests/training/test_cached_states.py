@@ -33,9 +33,10 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, mo
     losses, cache = [], {"cache_hidden_states": str(tmp_path / "cache")}
     for source in (cache, cache, {"hidden_states": str(tmp_path / "vllm")}):
         torch.manual_seed(3)
-        module, seen = make_module(target, drafter={"context": "fused", "context_layers": layers}), Losses()
+        data, seen = ChatDataModule(**settings, **source), Losses()
+        module = make_module(target, data=data, drafter={"context": "fused", "context_layers": layers})
         trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[seen])
-        trainer.fit(module, datamodule=ChatDataModule(**settings, **source))
+        trainer.fit(module, datamodule=data)
         losses.append(seen.seen)
     own, again, stored = losses
     assert len(own) > 6 and again == own

@@ -102,8 +102,8 @@ def test_samples_agree_with_the_reference_on_average() -> None:
     one = torch.nn.functional.cosine_similarity(grads[0].flatten(), wanted_grad.flatten(), dim=0)
     assert mean > 0.98 > one > 0.6
     options = Objective(top_tokens=4, shared_tokens=16)
-    index_S, log_weight_S, _ = sample_tokens(HIDDEN_MD, WEIGHT_RD, options, generator=torch.Generator())
-    assert len(index_S.unique()) == 16 and log_weight_S.exp().sum() == pytest.approx(R)
+    index_Y, log_weight_Y, _ = sample_tokens(HIDDEN_MD, WEIGHT_RD, options, generator=torch.Generator())
+    assert len(index_Y.unique()) == 16 and log_weight_Y.exp().sum() == pytest.approx(R)
 
 
 def test_no_pairs_and_no_gradient() -> None:

@@ -35,7 +35,7 @@ def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list
 
 
 def valid_pairs(pairs: Pairs) -> list[Pair]:
-    start_P = torch.cat([pairs.start_N[:n] for n in pairs.num_starts])
+    start_P = torch.cat([pairs.start_A[:n] for n in pairs.num_starts])
     depth_P = torch.arange(len(pairs.num_starts)).repeat_interleave(torch.tensor(pairs.num_starts))
     columns = (start_P, depth_P, pairs.position_M[pairs.teacher_P], pairs.label_P)
     return sorted(Pair(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
@@ -54,7 +54,7 @@ def test_worked_example() -> None:
         Pair(1, 1, 3, 9),
         Pair(2, 0, 3, 9),
     ]
-    assert pairs.num_starts == (3, 2) and pairs.start_N.tolist() == [0, 1, 2]
+    assert pairs.num_starts == (3, 2) and pairs.start_A.tolist() == [0, 1, 2]
     assert pairs.position_M.tolist() == [1, 2, 3]
 
 

@@ -20,7 +20,7 @@ from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
 from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_trained
 from drafter.training.module import DrafterModule
-from drafter.training.run import main_train
+from drafter.training.run import train
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
 
 NUM_STEPS = 8
@@ -60,7 +60,7 @@ def words(place: Path, run: Path, *more: str) -> list[str]:
 def trained(place: Path) -> Path:
     """A finished run."""
     run = place / "whole"
-    assert main_train(words(place, run)) == 0
+    train(words(place, run))
     return run
 
 
@@ -68,7 +68,7 @@ def trained(place: Path) -> Path:
 def trained_epochs(place: Path) -> Path:
     """A finished run of two epochs."""
     run = place / "whole-epochs"
-    assert main_train(words(place, run, *TWO_EPOCHS)) == 0
+    train(words(place, run, *TWO_EPOCHS))
     return run
 
 
@@ -104,25 +104,25 @@ def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Pa
 
 def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--trainer.max_steps", "99", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")
-    assert main_train(words(place, place / "short", *more)) == 0
+    train(words(place, place / "short", *more))
     assert "done: 2 steps, as --trainer.max_epochs 1 allows (-1: no limit); best" in capsys.readouterr().out
-    assert main_train(words(place, place / "whole-too", "--trainer.max_steps", "2")) == 0
+    train(words(place, place / "whole-too", "--trainer.max_steps", "2"))
     assert "done: 2 steps; best" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_may_be_the_one_of_most_tokens_per_step(place: Path) -> None:
     by_tokens = ("--checkpoint.monitor", "val/tokens_per_step")
     with pytest.raises(ValueError, match="val/tokens_per_step is measured by decoding: add --trainer.callbacks"):
-        main_train(words(place, place / "by-tokens", *by_tokens))
+        train(words(place, place / "by-tokens", *by_tokens))
     with pytest.raises(ValueError, match=r"could not find the monitored key .*val/los"):
-        main_train(words(place, place / "by-nothing", "--checkpoint.monitor", "val/los"))
+        train(words(place, place / "by-nothing", "--checkpoint.monitor", "val/los"))
     callback = (
         "--trainer.callbacks",
         "drafter.training.callbacks.TokensPerStep",
         "--trainer.callbacks.num_prompts",
         "2",
     )
-    assert main_train(words(place, place / "by-tokens", *by_tokens, *callback)) == 0
+    train(words(place, place / "by-tokens", *by_tokens, *callback))
     content = torch.load(place / "by-tokens" / "checkpoints" / "best.ckpt", weights_only=True)
     (state,) = (value for name, value in content["callbacks"].items() if name.startswith("ModelCheckpoint"))
     assert state["best_model_score"] == max(float(score) for score in tokens_per_step(place / "by-tokens"))
@@ -158,13 +158,13 @@ def test_interrupted_and_resumed_gives_the_same_weights(
 
     monkeypatch.setattr(DrafterModule, hook, stop_here)
     with pytest.raises(KeyboardInterrupt if stop == signal.SIGINT else SystemExit) as error:
-        main_train(words(place, run, *more))
+        train(words(place, run, *more))
     assert getattr(error.value, "code", 143) == 143
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert read_trained(run / "checkpoints" / "last.ckpt")["global_step"] == saved
     assert len(validations(run)) == (saved == half)
     monkeypatch.undo()
-    assert main_train(words(place, run, *more, "--ckpt_path", "last")) == 0
+    train(words(place, run, *more, "--ckpt_path", "last"))
     assert_same_end(whole, run)
     assert validations(run) == validations(whole)
 
@@ -195,9 +195,9 @@ def test_minutes_end_a_run_and_its_schedule(place: Path, tmp_path: Path, monkeyp
     fake = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
     monkeypatch.setattr(training_module, "time", fake)
     more = ("--model.optim.minutes", "1", "--model.optim.decay_share", "1", "--model.optim.lr", "1.0e-3")
-    assert main_train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "4")) == 0
+    train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "4"))
     num_first = len(rates)
-    assert main_train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "1000", "--ckpt_path", "last")) == 0
+    train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "1000", "--ckpt_path", "last"))
     assert num_first == 4 and len(rates) == 10
     assert rates[1] == 1e-3 and rates[-1] < 0.2e-3 and rates[5:] == sorted(rates[5:], reverse=True)
 
@@ -214,7 +214,7 @@ def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypat
     last, step = read_trained(trained_epochs / "checkpoints" / "last.ckpt")["global_step"], 0
     while step < last:
         more = ("--trainer.max_time", "00:00:00:50", "--ckpt_path", "last")
-        assert main_train(words(place, run, *TWO_EPOCHS, *more)) == 0
+        train(words(place, run, *TWO_EPOCHS, *more))
         step, starts = read_trained(run / "checkpoints" / "last.ckpt")["global_step"], starts + 1
         assert step == min(5 * starts, last)
     assert starts > 3
@@ -232,13 +232,13 @@ def test_the_steps_behind_the_last_validation_are_saved_too(place: Path, tmp_pat
     given = words(place, tmp_path, "--trainer.max_steps", "6")  # validated after step 4
     flag = given.index("--trainer.default_root_dir")
     given = given[:flag] + given[flag + 2 :]
-    assert main_train(given) == 0
+    train(given)
     assert Path("thesis.txt").read_text() == "years of work" and read_trained(best)["global_step"] == 4
     assert read_trained(best.with_name("last.ckpt"))["global_step"] == 6
     for name in ("best", "last"):
         (best.parent / f".{name}.ckpt.killed.tmp").mkdir()
         (best.parent / f".{name}.ckpt.killed.tmp" / "new").touch()
-    assert main_train([*given, "--ckpt_path", "last"]) == 0
+    train([*given, "--ckpt_path", "last"])
     assert sorted(path.name for path in best.parent.iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
@@ -264,16 +264,16 @@ def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, mo
 def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
     exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "start", dtype="float32")
     run = place / "continued"
-    assert main_train(words(place, run, "--model.init_from", str(exported), "--model.optim.lr", "1e-30")) == 0
+    train(words(place, run, "--model.init_from", str(exported), "--model.optim.lr", "1e-30"))
     before, after = drafter_of_checkpoint(exported), drafter_of_checkpoint(run / "checkpoints" / "last.ckpt")
     for (name, old), new in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
         torch.testing.assert_close(old, new, msg=name)
     assert before.config.embedding_scale == after.config.embedding_scale != 1
     with pytest.raises(ValueError, match="head 'tied'.*'full'"):
-        main_train(words(place, place / "full", "--model.init_from", str(exported), "--model.drafter.head", "full"))
+        train(words(place, place / "full", "--model.init_from", str(exported), "--model.drafter.head", "full"))
     more = ("--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--model.drafter.num_res_blocks", "1")
     with pytest.raises(ValueError, match="num_res_blocks 2.*asks for 1"):
-        main_train(words(place, place / "other", *more))
+        train(words(place, place / "other", *more))
 
 
 def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: Path, tmp_path, capsys) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafter.integrations.wandb import init_options, wandb_mode
-from drafter.training.run import main_train
+from drafter.training.run import train
 from tests.training.test_run import place, words
 
 __all__ = ["place"]
@@ -45,9 +45,9 @@ def run_files(folder: Path) -> list[Path]:
 def logged(place: Path, no_key: pytest.MonkeyPatch) -> Path:
     """A run of eight steps, logged offline, then continued for four more."""
     run = place / "wandb-run"
-    assert main_train(words(place, run, *CALLBACK, "--wandb", "tests")) == 0
+    train(words(place, run, *CALLBACK, "--wandb", "tests"))
     more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
-    assert main_train(words(place, run, *CALLBACK, "--wandb", "tests", *more)) == 0
+    train(words(place, run, *CALLBACK, "--wandb", "tests", *more))
     return run
 
 
