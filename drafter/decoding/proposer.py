@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.sampling import Warp
+from drafter.decoding.sampling import Noise, Warp
 from drafter.decoding.tree import Candidates, NodeList, depths_of, pack_nodes
 
 
@@ -73,17 +73,16 @@ class Proposer:
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
 
-    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """Draft nodes for every row; no two nodes of a row may have the same path.
 
         Args:
             rows: state of the B running rows.
-            noise_BLV: keyed Gumbel noise of the target's picks at depth 0 .. L, [B, >= L, V]; None when every row is
-                greedy.
+            noise: keyed Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy.
         """
         raise NotImplementedError
 
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`.
 
         On an accelerator, which nobody waits for here, nodes without a finite score are left out.
@@ -91,7 +90,7 @@ class Proposer:
         Raises:
             DraftsFailedError: on a CPU, a node of a running row has no finite score.
         """
-        token_BM, parent_BM, score_BM = self.draft(rows, noise_BLV)
+        token_BM, parent_BM, score_BM = self.draft(rows, noise)
         if score_BM.device.type == "cpu" and bool((score_BM.isnan() & rows.is_active_B[:, None]).any()):
             raise DraftsFailedError("the drafter's scores are not finite")
         score_BM = score_BM.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
@@ -119,7 +118,7 @@ class RootOnly(Proposer):
         super().__init__(())
         self.num_nodes = num_nodes
 
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
         """A tree of one node per row."""
         node_N = torch.arange(self.num_nodes, device=rows.root_B.device)
         node_BN = node_N.expand(rows.root_B.shape[0], -1)
