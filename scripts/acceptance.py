@@ -37,7 +37,7 @@ def main() -> None:
         for tree, copying in product(args.tree, args.copying):
             width, length, size = (int(part[1:]) for part in tree.split())
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
-            plan = Plan(method="drafter", copying=copying == "on", max_num_seqs=args.batch_size, **sizes)
+            plan = Plan.of("drafter", copying=copying == "on", max_num_seqs=args.batch_size, **sizes)
             answers = Engine(target, drafter, plan).generate(prompts, params)
             counts = torch.tensor([(len(each.token_ids), each.num_target_forwards) for each in answers]).double()
             rate, gap, error = compare(*counts.T, *first.setdefault(tree, tuple(counts.T)))

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ class _Point:
         self, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
     ) -> BenchRecord:
         """The part of a record that one run measured."""
-        used = {} if spec.is_peer else asdict(self._plan(spec))
+        used = {} if spec.is_peer else self._plan(spec).record()
         if used.get("tuned"):  # paths of this machine stay out of results
             name = Path(used["tuned"]).name
             used |= {"tuned": name, "reason": used["reason"].replace(used["tuned"], name)}

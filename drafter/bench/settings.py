@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
-from drafter.proposers.options import Drafting, Method
+from drafter.proposers.options import METHODS, Method, drafting_class
 from drafter.utils.options import Options, comma_separated, part_of, suggestion
 from drafter.utils.validate import check_ranges, seed_field, within
 
@@ -17,21 +17,9 @@ BASELINE = "none"  # plain decoding of this package
 PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "vllm": "vllm"}
 LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
 
-_TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
-# Options after a method's name. A text is the setting whose number follows, a pair is a setting and its value.
-_OPTIONS: dict[str, dict[str, str | tuple[str, Any]]] = {
-    "none": {},
-    "drafter": {
-        **_TREE,
-        "tau": "tau",
-        "noise": "noise_weight",
-        "final-beams": ("tree_policy", "final-beams"),
-        "uncoupled": ("coupled", False),
-        "alone": ("copying", False),
-        "tuned": ("is_tuned", True),
-    },
-    "lookup": {**_TREE, "W": "num_matches", "L": "lookup_length"},
-    "draft-model": {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
+# Options after a method's name; see :class:`drafter.proposers.options.Way`.
+_OPTIONS: dict[str, Mapping[str, str | tuple[str, Any]]] = {
+    **{name: way.written for name, way in METHODS.items()},
     "hf-generate": {},
     "llama-cpp": {word: ("gguf_weights", word) for word in ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")},
     "vllm": {},
@@ -76,7 +64,8 @@ class MethodSpec:
                 raise ValueError(f"--methods {self.label} needs {path}: write it with `drafter tune`")
             tuned = str(path)
         given = {**self.config, "method": self.name, "max_num_seqs": batch_size, "compile": compile}
-        return replace(resolve(EngineConfig(**given, tuned=tuned), *models), **self.numbers)
+        plan = resolve(EngineConfig(**given, tuned=tuned), *models)
+        return replace(plan, drafting=replace(plan.drafting, **self.numbers))
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -111,7 +100,8 @@ def parse_method(text: str) -> MethodSpec:
     spec = MethodSpec(text, name, config, given, **of_spec)
     if not spec.is_peer:
         EngineConfig(**{"method": name, **config})  # checks the ranges
-        Drafting(**{"method": name, **given})
+        if given:
+            drafting_class(name)(**given)
     return spec
 
 

@@ -170,7 +170,7 @@ def _answer_all(
     completions = [done[index] for index in range(len(asked))]
     if out is not None:
         # The record first: by its record a later run knows the file as its own.
-        settings = {"sampling": vars(part_of(options, SamplingParams)), "engine": vars(engine.plan)}
+        settings = {"sampling": vars(part_of(options, SamplingParams)), "engine": engine.plan.record()}
         write_run_record(out, seed=options.seed, settings=settings)
         write_atomic(out, "".join(map(_line_of, asked, completions)))
     return completions

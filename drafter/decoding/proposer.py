@@ -4,7 +4,7 @@ Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hid
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,9 @@ class Proposer:
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
         found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
         return found._replace(has_failed_B=has_failed_B)
+
+    def check(self, target: Any) -> None:
+        """Draft over some real texts of the target, if drafts can fail (ValueError: they fail)."""
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""

@@ -24,11 +24,7 @@ from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.tuned import PLAIN, Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.beam import BeamProposer
-from drafter.proposers.draft_model import DraftModelProposer
-from drafter.proposers.lookup import LookupProposer
 from drafter.proposers.options import Drafting
-from drafter.proposers.trial import check_drafts
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
@@ -81,8 +77,10 @@ class Engine:
         for model in self._models:
             model.runtime.prepare_decoding()
         self.drafter = drafter
-        self._plain = RootOnly(plan.tree_size if plan.method == "none" and proposer is None else 1)
+        self._plain: Proposer = RootOnly()
         self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)
+        if isinstance(self.proposer, RootOnly):  # perhaps of padded trees
+            self._plain = self.proposer
         self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner: Runner | None = None
         self._ids = count()
@@ -351,31 +349,19 @@ class Engine:
             ValueError: a model does not fit, or the drafter's numbers over real texts are not finite.
         """
         most, by_tree = self._untried_proposers(drafter)
-        if isinstance(most, BeamProposer):
-            check_drafts(most.drafter, self.target, most.length)
+        most.check(self.target)
         return most, by_tree
 
     def _untried_proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
-        if self._sizer is None:
-            return self._new_proposer(self.plan, drafter), {}
-        trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)
-        by_tree: dict[Tree, Proposer] = {
-            tree: self._plain if tree.is_plain else self._new_proposer(replace(self.plan, **tree._asdict()), drafter)
-            for tree in trees
-        }
-        return by_tree[trees[0]], {**by_tree, PLAIN: self._plain}
+        def build(drafting: Drafting) -> Proposer:
+            return drafting.build(self.target, drafter, self.draft_model)
 
-    def _new_proposer(self, drafting: Drafting, drafter: RecurrentDrafter | None) -> Proposer:
-        """The proposer of a method and its numbers; a new method is a new branch (ValueError: a model does not fit)."""
-        if drafting.method == "none" or drafting.tree_size == 1:
-            return self._plain
-        if drafting.method == "lookup":
-            return LookupProposer(drafting, self.target.device)
-        if drafting.method == "draft-model":
-            assert self.draft_model is not None, "method draft-model without a draft model"
-            return DraftModelProposer(self.draft_model, self.target, drafting)
-        assert drafter is not None, "method drafter without a drafter"
-        return BeamProposer(drafter, self.target, drafting)
+        drafting = self.plan.drafting
+        if self._sizer is None:
+            return build(drafting), {}
+        trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)
+        by_tree = {tree: self._plain if tree.is_plain else build(replace(drafting, **tree._asdict())) for tree in trees}
+        return by_tree[trees[0]], {**by_tree, PLAIN: self._plain}
 
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""

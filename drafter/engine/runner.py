@@ -78,7 +78,7 @@ class Runner:
         self.num_slots = num_slots
         self.num_failed_drafts = 0
         self._context_layers = context_layers
-        self._is_rejection = plan.verify == "rejection"
+        self._is_rejection = plan.drafting.is_rejection
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
         # Root, length, seed and tokens of each row lie side by side, so that a request starts with one copy. One token

@@ -6,12 +6,12 @@ before that call.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_drafter, shipped_drafter
-from drafter.proposers.options import COPY_DEPTH, Drafting, Method, TreePolicy
+from drafter.proposers.options import METHODS, Drafting, Method, TreePolicy, drafting_class
 from drafter.utils.validate import check_ranges, require_choice, within
 
 if TYPE_CHECKING:
@@ -24,14 +24,6 @@ _log = logging.getLogger(__name__)
 NO_FILE = "none"  # --tuned none: do not use measured sizes
 
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
-# The settings that a method reads; :func:`_refuse_unused` refuses the others by name.
-_READ_BY: dict[Method, tuple[str, ...]] = {
-    "none": (),
-    "drafter": (*_TREE_FIELDS, "copying", "tuned"),
-    "lookup": ("tree_size",),
-    "draft-model": ("num_speculative_tokens",),
-}
-_LETTERS = {"beam_width": "W", "draft_length": "L", "tree_size": "N"}
 # From the largest to the smallest.
 _TREES = (
     {"beam_width": 8, "draft_length": 4, "tree_size": 24},
@@ -91,7 +83,7 @@ class EngineConfig:
         if self.method is not None:
             _refuse_unused(self, self.method)
         if None not in (self.beam_width, self.draft_length, self.tree_size):
-            _drafter_tree(self, {}, 1)
+            drafting_class("drafter").choose(self, {}, None)
         if self.tuned not in (None, NO_FILE):
             given = [_flag(name) for name in _TREE_FIELDS if getattr(self, name) is not None]
             given += ["--no-copying"] * (self.copying is False)
@@ -141,10 +133,11 @@ class EngineOptions(TargetConfig, EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Drafting):
+class Plan:
     """What an engine does: nothing is open. None stands for "no limit" and "no file" alone.
 
     Attributes:
+        drafting: the way to draft, with all its numbers.
         max_num_seqs: B, largest number of rows that decode at the same time.
         max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
         enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
@@ -156,6 +149,7 @@ class Plan(Drafting):
         reason: one line for people: method, tree, and the origin of both.
     """
 
+    drafting: Drafting
     max_num_seqs: int = within(8, low=1, high=1024)
     max_model_len: int | None = None
     enable_prefix_caching: bool = False
@@ -165,6 +159,26 @@ class Plan(Drafting):
     max_drafted_rows: int | None = None
     dtype: str = "float32"
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    @classmethod
+    def of(cls, method: str, **numbers: Any) -> "Plan":
+        """A plan by the names of its numbers and of those of the way to draft; others have their defaults."""
+        way = drafting_class(method)
+        own = {item.name: numbers.pop(item.name) for item in fields(way) if item.name in numbers}
+        return cls(drafting=way(**own), **numbers)
+
+    @property
+    def method(self) -> str:
+        """The name of the way to draft."""
+        return self.drafting.method
+
+    def record(self) -> dict[str, Any]:
+        """All settings by name, for records of runs."""
+        own = {name: value for name, value in vars(self).items() if name != "drafting"}
+        return {"method": self.method, "tree_size": self.drafting.tree_size, **vars(self.drafting), **own}
 
 
 def resolve(
@@ -201,42 +215,35 @@ def resolve(
     with_drafter: Method = without_drafter if drafter is None else "drafter"
     method = config.method or (with_drafter if draft_model is None else "draft-model")
     _refuse_unused(config, method)
-    kept = ("max_num_seqs", "max_model_len", "enable_prefix_caching", "prefill_chunk", "copying")
-    plan = Plan(
-        method=method,
-        compile=is_compilable and config.compile is not False,
-        dtype=str(target.dtype).removeprefix("torch."),
-        **{name: value for name in kept if (value := getattr(config, name)) is not None},
-    )
-    note, limit = "", None
     is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
+    note, limit, tuned = "", None, None
+    way: Any = drafting_class(method)
+    cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
+    max_num_seqs = config.max_num_seqs or Plan.max_num_seqs
+    is_compiled = is_compilable and config.compile is not False
+    is_large = max_num_seqs * _TREES[0]["tree_size"] <= cheap
+    default = _TREES[0] if is_large else next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
     if method == "drafter" and drafter is not None and is_open and config.tuned != NO_FILE:
-        sizes, where = _measured(config, target, drafter, is_compiled=plan.compile)
+        sizes, where = _measured(config, target, drafter, is_compiled=is_compiled)
         if sizes is not None:
-            most = max(choice.tree_size for each in sizes.plans for choice in each.choices)
-            return replace(plan, tuned=where, tree_size=most, reason=f"{sizes.summary()}: measured, {where}")
+            tuned, reason = where, f"{sizes.summary()}: measured, {where}"
+            drafting: Drafting = way(tree_size=max(each.tree_size for plan in sizes.plans for each in plan.choices))
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:
         note = "; there is no drafter"
-    cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
-    is_large = plan.max_num_seqs * _TREES[0]["tree_size"] <= cheap
-    default = _TREES[0] if is_large else next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
-    tree: dict[str, Any] = {}
-    if method == "drafter" and drafter is not None:
-        tree = _drafter_tree(config, default, len(drafter.draft_token_ids_R))
-    elif method == "lookup":
-        tree = {"tree_size": config.tree_size or default["tree_size"], "num_matches": default["beam_width"]}
-    elif method == "draft-model":
-        num_tokens = config.num_speculative_tokens or Drafting.num_speculative_tokens
-        tree = {"tree_size": 1 + num_tokens, "num_speculative_tokens": num_tokens}
-    numbers = " ".join(f"{letter} {tree[name]}" for name, letter in _LETTERS.items() if name in tree)
-    switches = ["final beams"] * (config.tree_policy == "final-beams") + ["no copies"] * (config.copying is False)
-    text = ", ".join(part for part in (method, numbers, *switches) if part)
-    if method in ("drafter", "lookup") and is_open:
-        limit = max(1, cheap // tree["tree_size"])
-        text += f", plain decoding above {limit} rows" if limit < plan.max_num_seqs else ""
-    reason = f"{text}: {_origin(config, method, target)}{note}"
-    return replace(plan, **tree, max_drafted_rows=limit, reason=reason)
+    if tuned is None:
+        drafting = way.choose(config, default, drafter)
+        text = ", ".join(part for part in (method, drafting.describe()) if part)
+        if drafting.has_tree and is_open:
+            limit = max(1, cheap // drafting.tree_size)
+            text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""
+        reason = f"{text}: {_origin(config, method, target)}{note}"
+    kept = ("max_num_seqs", "max_model_len", "enable_prefix_caching", "prefill_chunk")
+    return Plan(
+        drafting=drafting, compile=is_compiled, dtype=str(target.dtype).removeprefix("torch."), tuned=tuned,
+        max_drafted_rows=limit, reason=reason,
+        **{name: value for name in kept if (value := getattr(config, name)) is not None},
+    )  # fmt: skip
 
 
 def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: bool) -> None:
@@ -250,31 +257,6 @@ def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: b
         raise ValueError("--method draft-model needs a draft model: give --draft-model NAME")
     if tuned not in (None, NO_FILE) and not has_drafter:
         raise ValueError(f"--tuned {tuned} sizes the trees of a drafter: give --drafter DIR, or leave --tuned out")
-
-
-def _drafter_tree(config: EngineConfig, default: dict[str, int], num_draft_tokens: int) -> dict[str, Any]:
-    """W, L, N and policy of the drafter's trees; an open number follows the given ones.
-
-    Raises:
-        ValueError: the given numbers contradict each other.
-    """
-    policy = config.tree_policy or "all-nodes"
-    width, length, size = config.beam_width, config.draft_length, config.tree_size
-    if length is not None and size is not None and length > size - 1:
-        raise ValueError(f"--draft-length {length} is deeper than trees of --tree-size {size}: lower it")
-    width = width or min(default["beam_width"], num_draft_tokens)
-    length = length or (default["draft_length"] if size is None else min(default["draft_length"], size - 1))
-    is_final = policy == "final-beams"
-    most = 1 + width * length
-    if not is_final and config.copying is not False:
-        most += max(0, COPY_DEPTH - length)  # copies lengthen the best beam
-    if size is not None and (size > most or (is_final and size < most)):
-        raise ValueError(
-            f"--tree-size {size}: trees of --beam-width {width}, --draft-length {length} and --tree-policy {policy} "
-            f"have {'' if is_final else 'at most '}{most} nodes: leave --tree-size out, or change one of them"
-        )
-    size = most if is_final else size or min(max(default["tree_size"], length + 1), most)
-    return {"beam_width": width, "draft_length": length, "tree_size": size, "tree_policy": policy}
 
 
 def _measured(
@@ -325,18 +307,18 @@ def tuned_path(drafter: str | Path) -> Path:
 
 def _refuse_unused(config: EngineConfig, method: Method) -> None:
     """Refuse a given setting of drafting that the method does not read (ValueError)."""
-    for name in (*_TREE_FIELDS, "copying", "num_speculative_tokens", "tuned"):
+    for name in dict.fromkeys(name for way in METHODS.values() for name in way.reads):
         value = getattr(config, name)
-        if value is None or name in _READ_BY[method] or value == NO_FILE:
+        if value is None or name in METHODS[method].reads or value == NO_FILE:
             continue
-        readers = " and ".join(f"--method {other}" for other, names in _READ_BY.items() if name in names)
+        readers = " and ".join(f"--method {other}" for other, way in METHODS.items() if name in way.reads)
         given = f"--no-{name}" if value is False else _flag(name) if value is True else f"{_flag(name)} {value}"
         raise ValueError(f"{given} is for {readers}, and --method {method} does not read it: leave one of them out")
 
 
 def _origin(config: EngineConfig, method: Method, target: "Target") -> str:
     """The origin of the settings of a method: what was given, and the device whose defaults the others are."""
-    names = [name for name in ("method", *_READ_BY[method]) if name != "tuned"]
+    names = [name for name in ("method", *METHODS[method].reads) if name != "tuned"]
     given = [name for name in names if getattr(config, name) is not None]
     if all(name in given or name in ("tree_policy", "copying") for name in names):
         return "as given"

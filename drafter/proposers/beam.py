@@ -4,8 +4,10 @@ Shapes: B rows · W beam width (1 at the first step) · L draft length · R draf
 D hidden size · C context size · S slots of history · M drafted nodes · K children of a beam.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -18,8 +20,77 @@ from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, mix
 from drafter.proposers.native_search import NativeSearch, can_search
-from drafter.proposers.options import COPY_DEPTH, Drafting
+from drafter.proposers.options import COPY_DEPTH, Drafting, TreePolicy
+from drafter.proposers.trial import check_drafts
 from drafter.targets.target import Target
+from drafter.utils.validate import require_choice, within
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamDrafting(Drafting):
+    """Numbers, policy and switches of a beam search of the drafter.
+
+    Attributes:
+        beam_width: W, beams of the drafter kept at each drafting step.
+        draft_length: L, drafting steps of the drafter.
+        tree_size: N, nodes that the target verifies in one forward, root included.
+        tree_policy: ``all-nodes`` keeps the N - 1 likeliest nodes of all drafting steps; ``final-beams`` is the
+            published policy, the W final beams with shared prefixes merged (N is then 1 + W * L).
+        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text.
+        coupled: rank drafts by the noise of sampling, which decides the target's next picks.
+        tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau.
+        noise_weight: weight of the noise in the ranking. The noise has the scale of the target's p; the drafter's q is
+            flatter, so a weight below 1 ranks better.
+    """
+
+    method: ClassVar = "drafter"
+    has_tree: ClassVar = True
+    beam_width: int = within(8, low=1, high=256)
+    draft_length: int = within(4, low=1, high=32)
+    tree_size: int = within(24, low=1, high=1024)
+    tree_policy: TreePolicy = "all-nodes"
+    copying: bool = True
+    coupled: bool = True
+    tau: float = within(1.0, above=0.0)
+    noise_weight: float = within(0.8, low=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("tree_policy", self.tree_policy, get_args(TreePolicy))
+
+    @classmethod
+    def choose(cls, config: Any, default: Mapping[str, int], drafter: RecurrentDrafter | None) -> Self:
+        """Given numbers stay; an open number follows the given ones (ValueError: they contradict each other)."""
+        policy: TreePolicy = config.tree_policy or "all-nodes"
+        copying = config.copying is not False
+        width, length, size = config.beam_width, config.draft_length, config.tree_size
+        if length is not None and size is not None and length > size - 1:
+            raise ValueError(f"--draft-length {length} is deeper than trees of --tree-size {size}: lower it")
+        num_tokens = 1 if drafter is None else len(drafter.draft_token_ids_R)
+        width = width or min(default["beam_width"], num_tokens)
+        length = length or (default["draft_length"] if size is None else min(default["draft_length"], size - 1))
+        is_final = policy == "final-beams"
+        most = 1 + width * length
+        if copying and not is_final:
+            most += max(0, COPY_DEPTH - length)  # copies lengthen the best beam
+        if size is not None and (size > most or (is_final and size < most)):
+            raise ValueError(
+                f"--tree-size {size}: trees of --beam-width {width}, --draft-length {length} and --tree-policy "
+                f"{policy} have {'' if is_final else 'at most '}{most} nodes: leave --tree-size out, or change one of "
+                "them"
+            )
+        size = most if is_final else size or min(max(default["tree_size"], length + 1), most)
+        return cls(beam_width=width, draft_length=length, tree_size=size, tree_policy=policy, copying=copying)
+
+    def build(self, target: Target, drafter: RecurrentDrafter | None, draft_model: Target | None) -> Proposer:
+        """The search (ValueError: see :class:`BeamProposer`)."""
+        assert drafter is not None, "method drafter without a drafter"
+        return BeamProposer(drafter, target, self)
+
+    def describe(self) -> str:
+        """W, L, N and what is unusual."""
+        switches = ["final beams"] * (self.tree_policy == "final-beams") + ["no copies"] * (not self.copying)
+        return ", ".join([f"W {self.beam_width} L {self.draft_length} N {self.tree_size}", *switches])
 
 
 class _Level(NamedTuple):
@@ -54,7 +125,7 @@ class BeamProposer(Proposer):
             tokens than beams.
     """
 
-    def __init__(self, drafter: RecurrentDrafter, target: Target, drafting: Drafting) -> None:
+    def __init__(self, drafter: RecurrentDrafter, target: Target, drafting: BeamDrafting) -> None:
         self.width = drafting.beam_width
         self.length = min(drafting.draft_length, drafting.tree_size - 1)  # a tree of N nodes is at most N - 1 deep
         self._drafting = drafting
@@ -83,10 +154,14 @@ class BeamProposer(Proposer):
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
         self._native_search: NativeSearch | None = None
-        if can_search(drafter, drafting):
+        if can_search(drafter, self.width, drafting.tau):
             self._native_search = NativeSearch(
-                drafter, target, self._index_V, self._odds_X, drafting, self.length, self.max_depth
+                drafter, target, self._index_V, self._odds_X, self.width, self.length, self.max_depth
             )
+
+    def check(self, target: Target) -> None:
+        """ValueError: the drafter's numbers over real texts are not finite."""
+        check_drafts(self.drafter, target, self.length)
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""

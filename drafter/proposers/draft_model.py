@@ -3,6 +3,10 @@
 Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S slots of a row.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,12 +16,55 @@ from drafter.decoding.sampling import STREAM_DRAFT, Noise, gumbel_noise, pick_no
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
-from drafter.proposers.options import Drafting
+from drafter.proposers.options import Drafting, Verification
 from drafter.targets.cache import SlotCache
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
+from drafter.utils.validate import require_choice, within
 
 _PREFILL_CHUNK = 256  # prompt tokens per forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelDrafting(Drafting):
+    """Numbers of two-model speculative decoding.
+
+    Attributes:
+        num_speculative_tokens: tokens that the draft model proposes per step.
+        coupled: draft by the noise of sampling, which decides the target's next picks.
+        verify: ``coupled`` gives the text of plain decoding; ``rejection`` is the rule of two-model speculative
+            decoding and gives the distribution alone.
+    """
+
+    method: ClassVar = "draft-model"
+    num_speculative_tokens: int = within(5, low=1, high=64)
+    coupled: bool = True
+    verify: Verification = "coupled"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("verify", self.verify, get_args(Verification))
+
+    @property
+    def tree_size(self) -> int:
+        """The chain and its root."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether ``verify`` is ``rejection``."""
+        return self.verify == "rejection"
+
+    @classmethod
+    def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
+        """The given number of tokens."""
+        given = config.num_speculative_tokens
+        return cls() if given is None else cls(num_speculative_tokens=given)
+
+    def build(self, target: Target, drafter: Any, draft_model: Target | None) -> Proposer:
+        """The draft model's proposer (ValueError: the two models do not share their vocabulary or device)."""
+        assert draft_model is not None, "method draft-model without a draft model"
+        return DraftModelProposer(draft_model, target, self)
 
 
 class DraftModelProposer(Proposer):
@@ -43,7 +90,7 @@ class DraftModelProposer(Proposer):
 
     reads_every_token = True
 
-    def __init__(self, draft: Target, target: Target, drafting: Drafting) -> None:
+    def __init__(self, draft: Target, target: Target, drafting: DraftModelDrafting) -> None:
         check_same_vocabulary(draft, target)
         if draft.device != target.device:
             raise ValueError(
@@ -51,7 +98,7 @@ class DraftModelProposer(Proposer):
             )
         super().__init__((1,) * drafting.num_speculative_tokens)
         self._draft = draft
-        self._is_rejection = drafting.verify == "rejection"
+        self._is_rejection = drafting.is_rejection
         self._coupled = drafting.coupled
         self._num_padded = target.vocab_size - draft.vocab_size
         self._token_V = torch.arange(target.vocab_size, device=target.device)

@@ -4,6 +4,10 @@ Shapes: B rows · S slots of history · M matches · L tokens that a match propo
 N tree nodes.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +16,8 @@ from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import Noise
 from drafter.decoding.tree import NodeList
 from drafter.proposers.options import Drafting
+from drafter.targets.target import Target
+from drafter.utils.validate import within
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
 # Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
@@ -77,6 +83,34 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BM: Tensor, num
     return history_BS.gather(1, source_BML.flatten(1)).view(source_BML.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LookupDrafting(Drafting):
+    """Numbers of a lookup.
+
+    Attributes:
+        tree_size: N, nodes that the target verifies in one forward, root included.
+        num_matches: matches that are followed; 1 drafts a chain.
+        lookup_length: tokens that one match proposes.
+        max_ngram: longest match that counts.
+    """
+
+    method: ClassVar = "lookup"
+    has_tree: ClassVar = True
+    tree_size: int = within(24, low=1, high=1024)
+    num_matches: int = within(8, low=1, high=256)
+    lookup_length: int = within(10, low=1, high=64)
+    max_ngram: int = within(8, low=1, high=32)
+
+    @classmethod
+    def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
+        """The given size of the tree; as many matches as a drafter would have beams."""
+        return cls(tree_size=config.tree_size or default["tree_size"], num_matches=default["beam_width"])
+
+    def build(self, target: Target, drafter: Any, draft_model: Any) -> Proposer:
+        """The lookup, which needs no model."""
+        return LookupProposer(self, target.device)
+
+
 class LookupProposer(Proposer):
     """Drafts the continuations of earlier occurrences of the last 1 .. ``max_ngram`` tokens.
 
@@ -85,11 +119,11 @@ class LookupProposer(Proposer):
     and tree: Saxena, 2023.)
 
     Args:
-        drafting: number of matches (M, 1 drafts a chain), tokens of each (L), and the longest match that counts.
+        drafting: number of matches (M), tokens of each (L), and the longest match that counts.
         device: the target's.
     """
 
-    def __init__(self, drafting: Drafting, device: torch.device) -> None:
+    def __init__(self, drafting: LookupDrafting, device: torch.device) -> None:
         self.num_matches, self.max_ngram = drafting.num_matches, drafting.max_ngram
         self.length = min(drafting.lookup_length, drafting.tree_size - 1)
         super().__init__((self.num_matches,) * self.length, drafting.tree_size)

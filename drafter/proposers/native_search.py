@@ -14,14 +14,13 @@ from torch import Tensor
 
 from drafter.kernels import native
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
 
 
-def can_search(drafter: RecurrentDrafter, drafting: Drafting) -> bool:
+def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
     """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
     is_here = native.library() is not None and drafter.is_packed and drafter.device.type == "cpu"
-    return is_here and drafting.beam_width <= native.MOST_BEAMS and drafting.tau == 1.0
+    return is_here and width <= native.MOST_BEAMS and tau == 1.0
 
 
 class NativeSearch:
@@ -32,7 +31,7 @@ class NativeSearch:
         target: whose embeddings the drafter reads.
         index_V: place of each target token in the draft vocabulary, -1 outside, int64.
         log_odds_X: log(share / (1 - share)) of a copy by the length of its match, -inf first.
-        drafting: numbers and switches of the search.
+        width, length: W, L of the search.
         depth: of the deepest node.
     """
 
@@ -42,11 +41,11 @@ class NativeSearch:
         target: Target,
         index_V: Tensor,
         log_odds_X: Tensor,
-        drafting: Drafting,
+        width: int,
         length: int,
         depth: int,
     ) -> None:
-        self._drafter, self._width, self._length, self._depth = drafter, drafting.beam_width, length, depth
+        self._drafter, self._width, self._length, self._depth = drafter, width, length, depth
         config, cell = drafter.config, drafter.cell
         parts: list[Any] = list(drafter.blocks)
         blocks = [native.round_matrix(part.linear.weight, part.linear.bias) for part in parts]

@@ -1,61 +1,115 @@
-"""How tokens are drafted: a method with all its numbers. Imports no torch."""
+"""The ways to draft: their names, where the settings of each stand, and who reads which flag. Imports no torch.
 
+A new way is one file with a proposer and its :class:`Drafting`, and one line of ``METHODS``.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from drafter.utils.validate import check_ranges, require_choice, within
+from drafter.utils.validate import check_ranges
 
-Method = Literal["none", "drafter", "lookup", "draft-model"]
+if TYPE_CHECKING:
+    from drafter.decoding.proposer import Proposer
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.targets.target import Target
+
 TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
 COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drafting:
-    """A method and its numbers; :func:`drafter.engine.settings.resolve` chooses the first eight for a device.
+class Way(NamedTuple):
+    """A way to draft.
 
     Attributes:
-        method: the proposer; ``none`` drafts nothing.
-        tree_size: N, nodes that the target verifies in one forward, root included. With ``none`` all nodes but one are
-            padding, which gives steps the shape, and so the rounding, of steps with trees of N nodes.
-        beam_width: W, beams of the drafter kept at each drafting step.
-        draft_length: L, drafting steps of the drafter.
-        tree_policy: ``all-nodes`` keeps the N - 1 likeliest nodes of all drafting steps; ``final-beams`` is the
-            published policy, the W final beams with shared prefixes merged (N is then 1 + W * L).
-        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text.
-        num_speculative_tokens: tokens that a draft model proposes per step.
-        num_matches: matches that lookup follows.
-        lookup_length: tokens that one match of lookup proposes.
-        max_ngram: longest match of lookup.
-        coupled: rank drafts by the noise of sampling, which decides the target's next picks.
-        tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau.
-        noise_weight: weight of the noise in the ranking. The noise has the scale of the target's p; the drafter's q is
-            flatter, so a weight below 1 ranks better.
-        verify: rule that accepts the tokens of a draft model: ``coupled`` gives the text of plain decoding;
-            ``rejection`` is the rule of two-model speculative decoding and gives the distribution alone.
+        settings: module and class of its :class:`Drafting`.
+        reads: settings of an engine that the method reads.
+        written: options of the method's written form in benchmarks. A text is the setting whose number follows, a pair
+            is a setting and its value.
     """
 
-    method: Method
-    tree_size: int = within(1, low=1, high=1024)
-    beam_width: int = within(8, low=1, high=256)
-    draft_length: int = within(4, low=1, high=32)
-    tree_policy: TreePolicy = "all-nodes"
-    copying: bool = True
-    num_speculative_tokens: int = within(5, low=1, high=64)
-    num_matches: int = within(8, low=1, high=256)
-    lookup_length: int = within(10, low=1, high=64)
-    max_ngram: int = within(8, low=1, high=32)
-    coupled: bool = True
-    tau: float = within(1.0, above=0.0)
-    noise_weight: float = within(0.8, low=0.0)
-    verify: Verification = "coupled"
+    settings: str
+    reads: tuple[str, ...] = ()
+    written: Mapping[str, str | tuple[str, Any]] = {}
+
+
+_TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
+_BEAM_SWITCHES: dict[str, str | tuple[str, Any]] = {
+    "tau": "tau", "noise": "noise_weight", "final-beams": ("tree_policy", "final-beams"),
+    "uncoupled": ("coupled", False), "alone": ("copying", False), "tuned": ("is_tuned", True),
+}  # fmt: skip
+METHODS = {
+    "none": Way("plain:PlainDrafting"),
+    "drafter": Way(
+        "beam:BeamDrafting",
+        ("beam_width", "draft_length", "tree_size", "tree_policy", "copying", "tuned"),
+        {**_TREE, **_BEAM_SWITCHES},
+    ),
+    "lookup": Way("lookup:LookupDrafting", ("tree_size",), {**_TREE, "W": "num_matches", "L": "lookup_length"}),
+    "draft-model": Way(
+        "draft_model:DraftModelDrafting",
+        ("num_speculative_tokens",),
+        {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
+    ),
+}
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[*METHODS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """Base class of the settings of a way to draft: all numbers that its proposer needs, none of them open.
+
+    Attributes:
+        method: the name in ``METHODS``.
+        has_tree: whether N is a choice: more rows than a device verifies cheaply then decode plainly by default.
+        tree_size: N, nodes that the target verifies in one forward, root included.
+    """
+
+    method: ClassVar[str]
+    has_tree: ClassVar[bool] = False
+
+    @property
+    def tree_size(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether drafts are samples of q, which the rule of two-model speculative decoding accepts or rejects."""
+        return False
 
     def __post_init__(self) -> None:
-        require_choice("verify", self.verify, get_args(Verification))
         check_ranges(self)
-        if self.verify == "rejection" and self.method != "draft-model":
-            raise ValueError(
-                f"verify=rejection needs drafts sampled from q, and method {self.method} samples none: "
-                "use method draft-model or verify=coupled"
-            )
+
+    @classmethod
+    def choose(cls, config: Any, default: Mapping[str, int], drafter: "RecurrentDrafter | None") -> Self:
+        """The settings for what a user gave; the others come from a device's default.
+
+        Args:
+            config: an :class:`drafter.engine.settings.EngineConfig`.
+            default: ``beam_width``, ``draft_length`` and ``tree_size`` of a tree that the device verifies cheaply.
+            drafter: the drafter of the engine.
+
+        Raises:
+            ValueError: the given numbers contradict each other.
+        """
+        raise NotImplementedError
+
+    def build(self, target: "Target", drafter: "RecurrentDrafter | None", draft_model: "Target | None") -> "Proposer":
+        """The proposer (ValueError: a model does not fit)."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Numbers and switches for people."""
+        return f"N {self.tree_size}"
+
+
+def drafting_class(method: str) -> type[Drafting]:
+    """The settings of a method; imports its proposer."""
+    module, name = METHODS[method].settings.split(":")
+    found: type[Drafting] = getattr(import_module(f"drafter.proposers.{module}"), name)
+    return found

@@ -27,7 +27,6 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions, Update
-from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
@@ -43,6 +42,7 @@ from drafter.training.options import DrafterOptions, Objective
 from drafter.training.pairs import draft_index_of
 from tests.accelerator.device import DEVICE, HiddenReadError, Refuser, TwoDevicesError
 from tests.data.tiny import tiny_tokenizer
+from tests.engine.oracle import plan_of
 
 GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
 FILTERED = SamplingParams(max_new_tokens=32, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, ignore_eos=True)
@@ -103,7 +103,7 @@ def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
 def engine_of(target: Target, shape: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
     """An engine of the target with a drafter of the shape, unless the settings name another method."""
     fields = {"method": "drafter", "max_num_seqs": 8, "beam_width": 4, "draft_length": 4, "tree_size": 12}
-    config = Plan(**{**fields, **settings})
+    config = plan_of(**{**fields, **settings})
     drafter = drafter_of(target, **shape or {}) if config.method == "drafter" else None
     draft_model = target_of("llama") if config.method == "draft-model" else None
     return Engine(target, drafter, config, draft_model=draft_model)

@@ -87,8 +87,8 @@ def test_recorded_answers_are_counted_and_their_prompts_asked(files: Path, tmp_p
 @pytest.mark.parametrize("num_prompts", [3, 12])
 def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
     target, drafter = shared_target(), trained_drafter(context=context)
-    config = Plan(
-        method="drafter",
+    config = Plan.of(
+        "drafter",
         max_num_seqs=4,
         enable_prefix_caching=num_prompts > 3,
         beam_width=4,
@@ -108,7 +108,7 @@ def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
 
 
 def test_the_longest_prompt_alone_is_walked_too() -> None:
-    plan = Plan(method="drafter", beam_width=2, draft_length=2, tree_size=4)
+    plan = Plan.of("drafter", beam_width=2, draft_length=2, tree_size=4)
     engine = Engine(shared_target(), trained_drafter(), plan)
     assert steps_along(engine, [TrafficRow([1], [2])]) == [[0]]
     assert steps_along(engine, []) == []

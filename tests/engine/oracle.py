@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +14,8 @@ from drafter.decoding.proposer import RowState
 from drafter.decoding.sampling import make_warp
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
-from drafter.engine.settings import EngineConfig
+from drafter.engine.settings import EngineConfig, Plan
+from drafter.proposers.options import drafting_class
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
 
@@ -93,3 +96,9 @@ def rows_of(texts: Sequence[Sequence[int]], *, num_slots: int = 64) -> RowState:
         warp=make_warp([SamplingParams()] * len(texts)),
         num_visible=num_slots,
     )
+
+
+def plan_of(method: str = "drafter", **numbers: Any) -> Plan:
+    """A plan of those numbers that the method has; tests of many methods share their numbers."""
+    known = {item.name for kind in (Plan, drafting_class(method)) for item in fields(kind)}
+    return Plan.of(method, **{name: value for name, value in numbers.items() if name in known})

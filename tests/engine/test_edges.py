@@ -15,7 +15,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.options import Method
 from drafter.runtimes.loading import wrap_model
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import VOCAB, tiny_target
+from tests.engine.oracle import VOCAB, plan_of, tiny_target
 
 NO_EOS = SamplingParams(max_new_tokens=20, ignore_eos=True)
 LONG = replace(NO_EOS, max_new_tokens=60)
@@ -32,7 +32,7 @@ def test_a_token_whose_numbers_overflow_spoils_no_other(method: Method) -> None:
     assert bad not in [*prompt, *wanted[0]]
     target.model.get_input_embeddings().weight.data[bad] = torch.nan
     size = {"beam_width": 61, "draft_length": 2, "tree_size": 62} if method == "drafter" else {}
-    engine = Engine(target, trained_drafter(), Plan(method=method, max_num_seqs=1, **size))  # type: ignore[arg-type]
+    engine = Engine(target, trained_drafter(), plan_of(method, max_num_seqs=1, **size))  # type: ignore[arg-type]
     engine.generate([[bad, *prompt]], NO_EOS)
     assert [item.token_ids for item in engine.generate([prompt], NO_EOS)] == wanted
 
@@ -107,11 +107,11 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monk
 def test_bfloat16_steps_with_trees_round_as_plain_steps_of_as_many_nodes() -> None:
     target = wrap_model(tiny_target().model.to(torch.bfloat16), name="tiny-0")
     prompts = prompts_for(12, seed=4)
-    tree = Plan(method="drafter", max_num_seqs=3, beam_width=4, draft_length=3, tree_size=12)
+    tree = Plan.of("drafter", max_num_seqs=3, beam_width=4, draft_length=3, tree_size=12)
     try:
         drafted = Engine(target, trained_drafter().bind(target), tree).generate(prompts, LONG)
     finally:
         trained_drafter().bind(shared_target())
-    padded = Engine(target, None, Plan(method="none", max_num_seqs=3, tree_size=12)).generate(prompts, LONG)
+    padded = Engine(target, None, Plan.of("none", max_num_seqs=3, tree_size=12)).generate(prompts, LONG)
     assert [item.token_ids for item in drafted] == [item.token_ids for item in padded]
     assert sum(item.tokens_per_step for item in drafted) / len(drafted) > 1.2

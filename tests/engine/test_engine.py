@@ -10,11 +10,11 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
-from drafter.engine.settings import EngineConfig, Plan
+from drafter.engine.settings import EngineConfig
 from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import VOCAB, assert_lossless, requests, tiny_target
+from tests.engine.oracle import VOCAB, assert_lossless, plan_of, requests, tiny_target
 from tests.sizes import size
 
 NO_EOS = SamplingParams(max_new_tokens=30, ignore_eos=True)
@@ -24,7 +24,7 @@ KNOWN = prompts_for(16, seed=100)
 
 def new_engine(**settings: object) -> Engine:
     fields: dict[str, object] = {"beam_width": 4, "draft_length": 4, "tree_size": 10, "max_num_seqs": 4}
-    plan = Plan(**({"method": "drafter"} | fields | settings))  # type: ignore[arg-type]
+    plan = plan_of(**fields | settings)  # type: ignore[arg-type]
     return Engine(shared_target(), trained_drafter(), plan)
 
 

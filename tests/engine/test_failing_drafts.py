@@ -44,8 +44,8 @@ class Chain(Proposer):
 @pytest.mark.parametrize("failure", ["raises", "is not finite"])
 def test_failing_drafts_end_no_answer(failure: str, caplog: pytest.LogCaptureFixture) -> None:
     target = shared_target()
-    wanted = Engine(target, config=Plan(method="none")).generate(PROMPTS, PARAMS)
-    engine = Engine(target, config=Plan(method="none", max_num_seqs=2), proposer=Chain(failure))
+    wanted = Engine(target, config=Plan.of("none")).generate(PROMPTS, PARAMS)
+    engine = Engine(target, config=Plan.of("none", max_num_seqs=2), proposer=Chain(failure))
     with caplog.at_level(logging.WARNING):
         found = engine.generate(PROMPTS, PARAMS)
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
@@ -57,10 +57,10 @@ def test_a_failing_draft_model_ends_no_answer_by_rejection(monkeypatch: pytest.M
         raise RuntimeError("a product refuses NaN")
 
     monkeypatch.setattr(DraftModelProposer, "propose", fail)
-    plan = Plan(method="draft-model", verify="rejection", num_speculative_tokens=3, tree_size=4)
+    plan = Plan.of("draft-model", verify="rejection", num_speculative_tokens=3)
     engine = Engine(tiny_target(), config=plan, draft_model=tiny_target(1))
     (found,) = engine.generate([[3, 1, 4]], SamplingParams(max_new_tokens=10, ignore_eos=True))
-    (wanted,) = Engine(tiny_target(), config=Plan(method="none")).generate([[3, 1, 4]], PARAMS[0])
+    (wanted,) = Engine(tiny_target(), config=Plan.of("none")).generate([[3, 1, 4]], PARAMS[0])
     assert found.token_ids == wanted.token_ids[:10] and engine.num_failed_drafts == 10
 
 
@@ -69,7 +69,7 @@ def test_a_drafter_of_extreme_weights_is_refused_at_loading_and_at_reload() -> N
     with torch.no_grad():
         for weight in extreme.parameters():
             weight.uniform_(-1e20, 1e20)
-    plan = Plan(method="drafter", beam_width=4, draft_length=3, tree_size=8)
+    plan = Plan.of("drafter", beam_width=4, draft_length=3, tree_size=8)
     with pytest.raises(ValueError, match="not finite"):
         Engine(shared_target(), extreme, plan)
     engine, good = Engine(shared_target(), trained_drafter(), plan), trained_drafter()
@@ -84,7 +84,7 @@ def test_drafting_in_vain_ends_until_another_drafter_comes(
     """The forwards get smaller, and one line says why."""
     monkeypatch.setattr(engine_module, "_MOST_VAIN_STEPS", 8)
     useless = untrained()
-    plan = Plan(method="drafter", beam_width=1, draft_length=2, tree_size=3, copying=False)
+    plan = Plan.of("drafter", beam_width=1, draft_length=2, tree_size=3, copying=False)
     engine = Engine(shared_target(), useless, plan)
     with torch.no_grad():
         useless.head.weight.zero_()  # drafts the first token, whatever the text

@@ -19,7 +19,7 @@ from tests.engine.oracle import assert_lossless
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
 TOP_K = replace(GREEDY, temperature=1.1, top_k=5, min_p=0.01, seed=4)
-PLAN = Plan(method="drafter", max_num_seqs=4, max_model_len=200, beam_width=3, draft_length=3, tree_size=7)
+PLAN = Plan.of("drafter", max_num_seqs=4, max_model_len=200, beam_width=3, draft_length=3, tree_size=7)
 
 
 @pytest.fixture

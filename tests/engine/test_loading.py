@@ -23,7 +23,7 @@ def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
     drafted = Engine.load(target, str(tmp_path / "drafter"), dtype="float32", runtime="torch", draft_length=2)
     without = Engine.load(target, "none")
     assert (plain.plan.max_num_seqs, plain.plan.method) == (2, "none")
-    assert (drafted.plan.method, drafted.plan.draft_length) == ("drafter", 2)
+    assert (drafted.plan.method, drafted.plan.record()["draft_length"]) == ("drafter", 2)
     assert without.target.device.type == "cpu" and without.proposer.num_nodes > 1
     first, second = (engine.generate(["hello"], PARAMS)[0] for engine in (plain, drafted))
     assert first.token_ids == second.token_ids and len(first.token_ids) == 12

@@ -46,8 +46,9 @@ def on(device: str, models: str, **given: Any) -> Plan:
 )
 def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
     plan = on(device, models, **given)
-    tree = (plan.beam_width, plan.draft_length) if plan.method == "drafter" else None
-    assert (plan.method, tree, plan.tree_size, plan.max_drafted_rows) == wanted
+    drafting: Any = plan.drafting
+    tree = (drafting.beam_width, drafting.draft_length) if plan.method == "drafter" else None
+    assert (plan.method, tree, drafting.tree_size, plan.max_drafted_rows) == wanted
     assert plan.dtype == ("float32" if device == "cpu" else "bfloat16") and plan.compile == (device == "cuda")
 
 

@@ -22,8 +22,7 @@ from drafter.decoding.verify import accept_picks, accept_samples
 from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.beam import BeamProposer
-from drafter.proposers.options import Drafting
+from drafter.proposers.beam import BeamDrafting, BeamProposer
 from tests.engine.oracle import rows_of
 from tests.reference.nodes import nodes_of, paths_of
 from tests.reference.warpers import softmax, warp
@@ -103,7 +102,7 @@ class Case:
         """The search, with all nodes unless fewer are asked for."""
         numbers = {"beam_width": self.width, "draft_length": self.length, "tree_size": num_nodes, "copying": False}
         numbers |= {"tau": self.tau, "noise_weight": self.noise_weight, "coupled": self.is_coupled}
-        return BeamProposer(self.drafter, self._target, Drafting(method="drafter", **(numbers | more)))
+        return BeamProposer(self.drafter, self._target, BeamDrafting(**(numbers | more)))
 
     def token_logits(self, row, path):
         """The drafter's logits [R] after the root and a path of target tokens."""

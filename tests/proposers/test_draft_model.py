@@ -16,8 +16,8 @@ from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_t
 
 
 def engine_of(draft: Target, target: Target, num_speculative_tokens: int = 5, **config: object) -> Engine:
-    sizes: dict = {"tree_size": 1 + num_speculative_tokens, "num_speculative_tokens": num_speculative_tokens, **config}
-    return Engine(target, config=Plan(method="draft-model", **sizes), draft_model=draft)
+    plan = Plan.of("draft-model", num_speculative_tokens=num_speculative_tokens, **config)
+    return Engine(target, config=plan, draft_model=draft)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "gamma"), [(1, 1), (3, 4), (8, 7)])

@@ -13,11 +13,11 @@ from drafter.engine.settings import Plan
 from drafter.proposers.lookup import (
     _ODDS,
     _WEIGHT_PER_TOKEN,
+    LookupDrafting,
     LookupProposer,
     find_matches,
     follow_matches,
 )
-from drafter.proposers.options import Drafting
 from tests.engine.oracle import assert_lossless, requests, rows_of, tiny_target
 from tests.reference.lookup_loop import find_matches_loop, follow_loop, share_loop
 from tests.reference.nodes import nodes_of, paths_of
@@ -26,7 +26,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=
 
 
 def proposer_of(num_matches: int, length: int, num_nodes: int = 1024) -> LookupProposer:
-    drafting = Drafting(method="lookup", num_matches=num_matches, lookup_length=length, tree_size=num_nodes)
+    drafting = LookupDrafting(num_matches=num_matches, lookup_length=length, tree_size=num_nodes)
     return LookupProposer(drafting, torch.device("cpu"))
 
 
@@ -76,5 +76,5 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
 def test_oracle(numbers: tuple[int, ...]) -> None:
     names = ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram")
     sizes: dict = dict(zip(names, numbers, strict=True))
-    engine = Engine(tiny_target(), config=Plan(method="lookup", prefill_chunk=7, **sizes))
+    engine = Engine(tiny_target(), config=Plan.of("lookup", prefill_chunk=7, **sizes))
     assert assert_lossless(engine, requests()) >= 1.0

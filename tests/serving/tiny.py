@@ -9,11 +9,11 @@ from unittest.mock import DEFAULT, Mock
 import torch
 
 from drafter.engine.engine import Engine
-from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from tests.data.tiny import tiny_target as data_target
+from tests.engine.oracle import plan_of
 
 CONTEXT = 512  # tokens
 
@@ -60,5 +60,5 @@ def tiny_engine(**settings: object) -> Engine:
         "prefill_chunk": 32,
         "enable_prefix_caching": True,
     }
-    plan = Plan(**({"method": "drafter"} | fields | settings))  # type: ignore[arg-type]
+    plan = plan_of(**fields | settings)  # type: ignore[arg-type]
     return Engine(tiny_target(), tiny_drafter() if plan.method == "drafter" else None, plan)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafter.cli.main import main
 from drafter.engine.engine import Engine
-from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target, wrap_model
@@ -22,7 +21,7 @@ from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
 from tests.data.tiny import write_jsonl
 from tests.engine.drafters import shared_target, trained_drafter
-from tests.engine.oracle import answer, oracle, requests
+from tests.engine.oracle import answer, oracle, plan_of, requests
 from tests.tiny_files import make_target
 
 _ASKED = requests(5, seed=4)
@@ -85,7 +84,7 @@ def save(model: PreTrainedModel, folder: Path, scheme: str) -> dict[str, Tensor]
 
 def drafted(target: Target, method: Any) -> list[list[int]]:
     drafter = trained_drafter().bind(target) if method == "drafter" else None
-    engine = Engine(target, drafter, Plan(method=method, beam_width=4, draft_length=3, tree_size=8, max_num_seqs=2))
+    engine = Engine(target, drafter, plan_of(method, beam_width=4, draft_length=3, tree_size=8, max_num_seqs=2))
     return [list(completion.token_ids) for completion in answer(engine, _ASKED)]
 
 

@@ -31,9 +31,7 @@ from tests.data.tiny import tiny_tokenizer
 GREEDY = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
 FILTERED = replace(GREEDY, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=4)
-PLAN = Plan(
-    method="drafter", max_num_seqs=4, max_model_len=512, compile=True, beam_width=4, draft_length=3, tree_size=8
-)
+PLAN = Plan.of("drafter", max_num_seqs=4, max_model_len=512, compile=True, beam_width=4, draft_length=3, tree_size=8)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +114,7 @@ def test_picks_and_noise_are_one_launch_without_copies_of_the_logits() -> None:
 
 @pytest.mark.parametrize("method", ["none", "lookup"])
 def test_other_methods_are_graphs_too(method: Any) -> None:
-    engine = Engine(target_of(TINY), config=replace(PLAN, method=method))
+    engine = Engine(target_of(TINY), config=Plan.of(method, max_num_seqs=4, max_model_len=512, compile=True))
     start(engine, GREEDY, SAMPLED)
     engine.step(), engine.step()
     with counted() as count:
@@ -251,7 +249,7 @@ def test_a_server_takes_over_a_drafter_of_another_shape_under_load(engine: Engin
 def test_an_8b_target_fits_and_all_its_steps_are_recorded() -> None:
     """The default plan of eight rows: drafted and plain steps of 1, 2, 4 and 8 rows, greedy and sampled."""
     target = target_of(EIGHT_B)
-    plan = replace(PLAN, max_num_seqs=8, max_model_len=4096, beam_width=8, draft_length=4, tree_size=24)
+    plan = Plan.of("drafter", max_num_seqs=8, max_model_len=4096, compile=True, tree_size=24)
     engine = Engine(target, drafter_of(target, block_rank=1024), plan)
     before = torch.cuda.memory_reserved()
     with counted() as count:

@@ -42,8 +42,8 @@ def test_a_layer_copies_no_cache(rows: int) -> None:
 def test_a_compiled_step_waits_once() -> None:
     target = target_of(TINY)
     target.runtime.use_attention(FlashPrefix)
-    plan = Plan(
-        method="drafter", max_num_seqs=1, max_model_len=512, compile=True, beam_width=4, draft_length=3, tree_size=8
+    plan = Plan.of(
+        "drafter", max_num_seqs=1, max_model_len=512, compile=True, beam_width=4, draft_length=3, tree_size=8
     )
     engine = Engine(target, drafter_of(target), plan)
     engine.reserve(520)

@@ -20,8 +20,7 @@ from drafter.integrations import vllm as plugin
 from drafter.integrations.vllm.export import export_vllm
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.beam import BeamProposer
-from drafter.proposers.options import Drafting
+from drafter.proposers.beam import BeamDrafting, BeamProposer
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
 from tests.data.engine_files import states_before_norm
@@ -143,7 +142,7 @@ def test_chains_with_copies_are_those_of_our_beam_search(
     token_BT[1, 9:] += 3
     layers = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
     handed_BTE = torch.stack([states_before_norm(target, row_T, layers[:-1]).flatten(1) for row_T in token_BT])
-    drafting = Drafting(method="drafter", beam_width=1, draft_length=3, tree_size=4)
+    drafting = BeamDrafting(beam_width=1, draft_length=3, tree_size=4)
     proposer = BeamProposer(drafter.bind(target), target, drafting)
     plain = BeamProposer(drafter, target, replace(drafting, copying=False))
     num_changed = 0

@@ -1,0 +1,35 @@
+"""Plain decoding as a method."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from drafter.decoding.proposer import Proposer, RootOnly
+from drafter.proposers.options import Drafting
+from drafter.utils.validate import within
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainDrafting(Drafting):
+    """No drafts.
+
+    Attributes:
+        tree_size: N. All nodes but one are padding, which gives steps the shape, and so the rounding, of steps with
+            trees of N nodes.
+    """
+
+    method: ClassVar = "none"
+    tree_size: int = within(1, low=1, high=1024)
+
+    @classmethod
+    def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
+        """One node."""
+        return cls()
+
+    def build(self, target: Any, drafter: Any, draft_model: Any) -> Proposer:
+        """Roots alone."""
+        return RootOnly(self.tree_size)
+
+    def describe(self) -> str:
+        """Nothing to say."""
+        return ""
