@@ -32,7 +32,7 @@ from drafter.engine.tuned import PLAIN, Tree, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
-from drafter.runtimes.two_parts import FlashPrefix
+from drafter.runtimes.two_parts import KernelParts
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
@@ -46,7 +46,7 @@ SHAPES = {
 }
 REAL = "smollm2-135m"
 TREES = (PLAIN, Tree(4, 3, 8), Tree(8, 4, 24), Tree(16, 5, 64))
-FORMS: dict[str, Any] = {"one mask": None, "two parts": FlashPrefix}  # of attention
+FORMS: dict[str, Any] = {"one mask": None, "two parts": KernelParts}  # of attention
 GREEDY = SamplingParams(max_new_tokens=128, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True)
 KINDS = {"greedy": GREEDY, "sampled": SAMPLED}
