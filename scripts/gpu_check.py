@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -50,6 +51,7 @@ TREES = (PLAIN, Tree(4, 3, 8), Tree(8, 4, 24), Tree(16, 5, 64))
 FORMS: dict[str, Any] = {"one mask": None, "two parts": KernelParts}  # of attention
 GREEDY = SamplingParams(max_new_tokens=128, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True)
+_MOST_TOKENS = 12  # of a step: depths of the largest tree, copies included, and one more
 KINDS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 
@@ -167,7 +169,7 @@ def engine_of(check: Check, name: str, target: Target, length: int, **settings: 
     settings = {"max_num_seqs": max(check.rows), "max_model_len": length, "tuned": "none", **settings}
     engine = Engine(target, drafter_of(name, target), EngineConfig(method="drafter", **settings), sizer=sizer)
     start = time.perf_counter()
-    engine.reserve(length + 64)
+    engine.reserve(length + max(tree.tree_size for tree in TREES))
     if is_compiled is not False:
         check.write(target=name, what="warm-up", seconds=round(time.perf_counter() - start, 1), **memory(check))
     return engine
@@ -196,8 +198,7 @@ def answer(
 
 def identity(check: Check) -> None:
     """In float32: texts of the device against plain decoding on the CPU, for every way to decode."""
-    params = [SamplingParams(max_new_tokens=8 if check.given.small else 40, ignore_eos=True)]
-    params.append(SamplingParams(max_new_tokens=params[0].max_new_tokens, temperature=1.0, top_p=0.95, seed=3))
+    params = [replace(each, max_new_tokens=8 if check.given.small else 40) for each in KINDS.values()]
     loaders = [("tiny", lambda device=check.given.device: random_target("tiny", device, torch.float32))]
     cases = []
     for name, load in [*loaders, *check.targets(dtype="float32", has_random=False)]:
@@ -237,7 +238,7 @@ def steps(check: Check) -> None:
     for is_compiled, (name, load) in product(check.compile, check.targets()):
         with check.trying(target=name, is_compiled=is_compiled is None):
             sizer = Steered(check.trees)
-            length = check.prompt_length + 64 * (2 + check.num_steps) * len(check.trees)
+            length = check.prompt_length + _MOST_TOKENS * (2 + check.num_steps) * len(check.trees)
             engine = engine_of(check, name, load(), length, compile=is_compiled, sizer=sizer)
             for (kind, params), rows in product(KINDS.items(), check.rows):
                 time_steps(check, engine, sizer, rows, params, check.prompt_length, target=name, kind=kind)
@@ -251,7 +252,7 @@ def time_steps(
     prompts = torch.randint(engine.target.vocab_size, (rows, length)).tolist()
     engine.drop()
     sizer.tree = PLAIN
-    params = SamplingParams(**{**vars(params), "max_new_tokens": 10**6})
+    params = replace(params, max_new_tokens=10**6)
     requests = [engine.add(engine.make_request(ids, params, want_text=False)) for ids in prompts]
     while not all(request.is_prefilled for request in requests):
         engine.step()
@@ -277,7 +278,7 @@ def attention(check: Check) -> None:
         with check.trying(target=name, form=form, is_compiled=is_compiled is None):
             target.runtime.use_attention(prefix)
             sizer = Steered([PLAIN, check.trees[1 if check.given.small else 2]])
-            room = 64 * (2 + check.num_steps)
+            room = _MOST_TOKENS * (2 + check.num_steps) * len(sizer.trees)
             engine = engine_of(check, name, target, long + room, compile=is_compiled, sizer=sizer)
             for length, rows in product((check.prompt_length, long), check.rows):
                 time_steps(check, engine, sizer, rows, GREEDY, length, target=name, form=form)
@@ -313,11 +314,10 @@ def answers(check: Check) -> None:
             engine = engine_of(check, name, target, check.prompt_length + 512, compile=check.compile[-1])
             prompts = prompts_of(target, max(check.rows), check.prompt_length)
             for rows, (kind, params) in product(check.rows, KINDS.items()):
-                if check.given.small:
-                    params = SamplingParams(**{**vars(params), "max_new_tokens": 4})
-                texts = []
+                short = replace(params, max_new_tokens=4)
+                params, texts = short if check.given.small else params, []
                 for speculate in (False, True):
-                    answer(engine, prompts[:rows], SamplingParams(max_new_tokens=4), speculate=speculate)
+                    answer(engine, prompts[:rows], short, speculate=speculate)  # records the steps
                     start = time.perf_counter()
                     done = answer(engine, prompts[:rows], params, speculate=speculate)
                     seconds = time.perf_counter() - start
