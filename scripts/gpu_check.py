@@ -60,14 +60,13 @@ class Check:
 
     Attributes:
         given: words of the command line.
-        dtype: number format of the targets.
         rows, trees, num_steps, prompt_length: of the measured steps.
         compile: settings of engines, those without graphs first, which need no warm-up.
         has_failed: there is a row with an error.
     """
 
     def __init__(self, stage: str, given: argparse.Namespace) -> None:
-        self.stage, self.given, self.dtype = stage, given, getattr(torch, given.dtype)
+        self.stage, self.given = stage, given
         small = given.small
         self.rows, self.trees = ((1, 2), TREES[:2]) if small else ((1, 8, 32), TREES)
         self.num_steps, self.prompt_length = (2, 24) if small else (12, 512)
@@ -274,9 +273,9 @@ def attention(check: Check) -> None:
     """Both forms of attention in steps over short and long texts of the largest target."""
     (name, load) = list(check.targets())[-1]
     target, long = load(), 8 * check.prompt_length
-    for is_compiled, (form, prefix) in product(check.compile, FORMS.items()):
+    for is_compiled, (form, kind) in product(check.compile, FORMS.items()):
         with check.trying(target=name, form=form, is_compiled=is_compiled is None):
-            target.runtime.use_attention(prefix)
+            target.runtime.use_attention(kind)
             sizer = Steered([PLAIN, check.trees[1 if check.given.small else 2]])
             room = _MOST_TOKENS * (2 + check.num_steps) * len(sizer.trees)
             engine = engine_of(check, name, target, long + room, compile=is_compiled, sizer=sizer)
@@ -407,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-real", action="store_true", help=f"leave {REAL} out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, whose warm-up takes minutes")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--small", action="store_true", help="few rows, trees and steps, to try the stages")
     given = parser.parse_args(argv)
     if given.device.startswith("cuda") and not torch.cuda.is_available():
