@@ -16,9 +16,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from drafter.engine.tuned import PLAIN, Tree, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
-from drafter.runtimes.two_parts import FlashPrefix
+from drafter.runtimes.two_parts import KernelParts
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
@@ -46,9 +48,10 @@ SHAPES = {
 }
 REAL = "smollm2-135m"
 TREES = (PLAIN, Tree(4, 3, 8), Tree(8, 4, 24), Tree(16, 5, 64))
-FORMS: dict[str, Any] = {"one mask": None, "two parts": FlashPrefix}  # of attention
+FORMS: dict[str, Any] = {"one mask": None, "two parts": KernelParts}  # of attention
 GREEDY = SamplingParams(max_new_tokens=128, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True)
+_MOST_TOKENS = 12  # of a step: depths of the largest tree, copies included, and one more
 KINDS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 
@@ -57,14 +60,13 @@ class Check:
 
     Attributes:
         given: words of the command line.
-        dtype: number format of the targets.
         rows, trees, num_steps, prompt_length: of the measured steps.
         compile: settings of engines, those without graphs first, which need no warm-up.
         has_failed: there is a row with an error.
     """
 
     def __init__(self, stage: str, given: argparse.Namespace) -> None:
-        self.stage, self.given, self.dtype = stage, given, getattr(torch, given.dtype)
+        self.stage, self.given = stage, given
         small = given.small
         self.rows, self.trees = ((1, 2), TREES[:2]) if small else ((1, 8, 32), TREES)
         self.num_steps, self.prompt_length = (2, 24) if small else (12, 512)
@@ -166,7 +168,7 @@ def engine_of(check: Check, name: str, target: Target, length: int, **settings: 
     settings = {"max_num_seqs": max(check.rows), "max_model_len": length, "tuned": "none", **settings}
     engine = Engine(target, drafter_of(name, target), EngineConfig(method="drafter", **settings), sizer=sizer)
     start = time.perf_counter()
-    engine.reserve(length + 64)
+    engine.reserve(length + max(tree.tree_size for tree in TREES))
     if is_compiled is not False:
         check.write(target=name, what="warm-up", seconds=round(time.perf_counter() - start, 1), **memory(check))
     return engine
@@ -195,8 +197,7 @@ def answer(
 
 def identity(check: Check) -> None:
     """In float32: texts of the device against plain decoding on the CPU, for every way to decode."""
-    params = [SamplingParams(max_new_tokens=8 if check.given.small else 40, ignore_eos=True)]
-    params.append(SamplingParams(max_new_tokens=params[0].max_new_tokens, temperature=1.0, top_p=0.95, seed=3))
+    params = [replace(each, max_new_tokens=8 if check.given.small else 40) for each in KINDS.values()]
     loaders = [("tiny", lambda device=check.given.device: random_target("tiny", device, torch.float32))]
     cases = []
     for name, load in [*loaders, *check.targets(dtype="float32", has_random=False)]:
@@ -236,7 +237,7 @@ def steps(check: Check) -> None:
     for is_compiled, (name, load) in product(check.compile, check.targets()):
         with check.trying(target=name, is_compiled=is_compiled is None):
             sizer = Steered(check.trees)
-            length = check.prompt_length + 64 * (2 + check.num_steps) * len(check.trees)
+            length = check.prompt_length + _MOST_TOKENS * (2 + check.num_steps) * len(check.trees)
             engine = engine_of(check, name, load(), length, compile=is_compiled, sizer=sizer)
             for (kind, params), rows in product(KINDS.items(), check.rows):
                 time_steps(check, engine, sizer, rows, params, check.prompt_length, target=name, kind=kind)
@@ -250,7 +251,7 @@ def time_steps(
     prompts = torch.randint(engine.target.vocab_size, (rows, length)).tolist()
     engine.drop()
     sizer.tree = PLAIN
-    params = SamplingParams(**{**vars(params), "max_new_tokens": 10**6})
+    params = replace(params, max_new_tokens=10**6)
     requests = [engine.add(engine.make_request(ids, params, want_text=False)) for ids in prompts]
     while not all(request.is_prefilled for request in requests):
         engine.step()
@@ -272,11 +273,11 @@ def attention(check: Check) -> None:
     """Both forms of attention in steps over short and long texts of the largest target."""
     (name, load) = list(check.targets())[-1]
     target, long = load(), 8 * check.prompt_length
-    for is_compiled, (form, prefix) in product(check.compile, FORMS.items()):
+    for is_compiled, (form, kind) in product(check.compile, FORMS.items()):
         with check.trying(target=name, form=form, is_compiled=is_compiled is None):
-            target.runtime.use_attention(prefix)
+            target.runtime.use_attention(kind)
             sizer = Steered([PLAIN, check.trees[1 if check.given.small else 2]])
-            room = 64 * (2 + check.num_steps)
+            room = _MOST_TOKENS * (2 + check.num_steps) * len(sizer.trees)
             engine = engine_of(check, name, target, long + room, compile=is_compiled, sizer=sizer)
             for length, rows in product((check.prompt_length, long), check.rows):
                 time_steps(check, engine, sizer, rows, GREEDY, length, target=name, form=form)
@@ -312,11 +313,10 @@ def answers(check: Check) -> None:
             engine = engine_of(check, name, target, check.prompt_length + 512, compile=check.compile[-1])
             prompts = prompts_of(target, max(check.rows), check.prompt_length)
             for rows, (kind, params) in product(check.rows, KINDS.items()):
-                if check.given.small:
-                    params = SamplingParams(**{**vars(params), "max_new_tokens": 4})
-                texts = []
+                short = replace(params, max_new_tokens=4)
+                params, texts = short if check.given.small else params, []
                 for speculate in (False, True):
-                    answer(engine, prompts[:rows], SamplingParams(max_new_tokens=4), speculate=speculate)
+                    answer(engine, prompts[:rows], short, speculate=speculate)  # records the steps
                     start = time.perf_counter()
                     done = answer(engine, prompts[:rows], params, speculate=speculate)
                     seconds = time.perf_counter() - start
@@ -336,16 +336,8 @@ def train(check: Check) -> None:
     from torch.utils.data import DataLoader
 
     from drafter.data.batch import collate
-    from drafter.training.module import DrafterModule, Teacher
+    from drafter.training.module import DrafterModule
     from drafter.training.options import DrafterOptions, Objective
-    from drafter.training.pairs import draft_index_of
-
-    class Ready(DrafterModule):
-        """With a target and a drafter that are there already."""
-
-        def configure_model(self) -> None:
-            self.drafter, self.teacher = trained, Teacher(target, trained.draft_token_ids_R, torch.bfloat16)
-            self._draft_index_V = draft_index_of(trained.draft_token_ids_R.cpu(), target.vocab_size)
 
     class Clock(Callback):
         """When each step ended. In between, torch warns of every wait for the device."""
@@ -366,7 +358,6 @@ def train(check: Check) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     num_rows, width = (2, 64) if check.given.small else (16, 1024)
     num_steps = 4 if check.given.small else 10
-    no_data: Any = None  # batches are given to the trainer
     losses = {
         "exact": Objective(memory_mib=2048),
         "sampled": Objective(memory_mib=2048, shared_tokens=2048, depth_rates=(1.0, 0.6, 0.4, 0.3, 0.2)),
@@ -375,12 +366,17 @@ def train(check: Check) -> None:
         target = load()
         for kind, objective in losses.items():
             with check.trying(target=name, loss=kind):
-                trained = drafter_of("random" if name == REAL else name, target).float().train().requires_grad_(True)
-                options = DrafterOptions(draft_length=5, draft_vocab_size=len(trained.draft_token_ids_R))
-                module, clock = Ready(lambda *_: target, no_data, drafter=options, objective=objective), Clock()
-                highest = len(trained.draft_token_ids_R)
-                ids = torch.randint(highest, (num_steps, num_rows, width))
+                num_draft = min(32768, target.vocab_size // 2)
+                rank = 1024 if target.hidden_size >= 2048 else None
+                options = DrafterOptions(draft_length=5, draft_vocab_size=num_draft, block_rank=rank)
+                ids = torch.randint(num_draft, (num_steps, num_rows, width))
                 batches = [collate([(row, torch.arange(width) >= width // 3) for row in batch]) for batch in ids]
+                data: Any = SimpleNamespace(
+                    token_counts=lambda size: torch.arange(size, 0, -1), cache_states=lambda *args, **kwargs: None,
+                    val_prompts=lambda num: ids[0, :num].tolist(),  # noqa: B023
+                )  # fmt: skip
+                module = DrafterModule(lambda *_: target, data, drafter=options, objective=objective)  # noqa: B023
+                clock = Clock()
                 memory(check)
                 trainer = Trainer(
                     max_steps=num_steps, accelerator="gpu" if check.is_cuda else "cpu", devices=1,
@@ -410,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-real", action="store_true", help=f"leave {REAL} out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, whose warm-up takes minutes")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--small", action="store_true", help="few rows, trees and steps, to try the stages")
     given = parser.parse_args(argv)
     if given.device.startswith("cuda") and not torch.cuda.is_available():

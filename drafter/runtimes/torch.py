@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
 from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
-from drafter.runtimes.two_parts import PrefixPart, TwoParts
+from drafter.runtimes.two_parts import Parts, TwoParts
 from drafter.targets.cache import CacheShape, NothingKept, SlotCache, cache_keyword, use_folded_attention
 from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, probe, refusal
 from drafter.targets.masks import slot_positions, slots_mask
@@ -57,7 +57,7 @@ class TorchRuntime:
         self.model: Any = model.eval().requires_grad_(False)
         self.capabilities = capabilities or probe(model, target_name)
         self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
-        self._prefix: type[PrefixPart] | None = None
+        self._parts: type[Parts] | None = None
         self._cache_keyword = cache_keyword(self.capabilities.decoder)
         output: Any = model.get_output_embeddings()
         self.vocab_size, self.hidden_size = output.weight.shape
@@ -125,35 +125,35 @@ class TorchRuntime:
         use_folded_attention(self.model)
         torch.set_num_threads(process_threads())  # a native target may have taken them
 
-    def use_attention(self, prefix: type[PrefixPart] | None) -> None:
+    def use_attention(self, kind: type[Parts] | None) -> None:
         """Compute the attention of trees in two parts (:mod:`drafter.runtimes.two_parts`), or under one mask (None).
 
         Raises:
             ValueError: this model or device cannot; the mask stays.
         """
-        self._prefix = None
-        if prefix is None:
+        self._parts = None
+        if kind is None:
             return
         shape, seen = self.capabilities.cache_shape, []
         if not isinstance(shape, CacheShape) or shape.key_dim != shape.value_dim or self.capabilities.windows.shortest:
             raise ValueError("attention in two parts needs layers of one shape, without windows")
         use_folded_attention(self.model)
 
-        class Seen(prefix):  # type: ignore[valid-type, misc]
-            def attend(self, *args: Any) -> Any:
+        class Seen(kind):  # type: ignore[valid-type, misc]
+            def tree(self, *args: Any) -> Any:
                 seen.append(True)
-                return super().attend(*args)
+                return super().tree(*args)
 
         try:
-            self._prefix = Seen
+            self._parts = Seen
             _check_tree_forward(self, "in two parts")
         except ValueError as error:
             raise ValueError(f"attention in two parts does not run here: {error}") from error
         finally:
-            self._prefix = None
+            self._parts = None
         if not seen:
             raise ValueError("the layers of this model do not hand on what attention in two parts needs")
-        self._prefix = prefix
+        self._parts = kind
 
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
         """An empty cache."""
@@ -173,11 +173,11 @@ class TorchRuntime:
         if slots is not None and cache is not None:
             cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
             mask, position_BT = slots_mask(slots), slots.position_BT
-            if self._prefix is not None and slots.ancestor_BTT is not None:
+            if self._parts is not None and slots.ancestor_BTT is not None:
                 shape: Any = self.capabilities.cache_shape
                 num_groups = shape.num_heads
                 heads = self.model.config.get_text_config(decoder=True).num_attention_heads
-                extra = {"parts": TwoParts.of(self._prefix, slots, cache, num_groups, heads // num_groups)}
+                extra = {"parts": TwoParts.of(self._parts, slots, cache, num_groups, heads // num_groups)}
         output = self.capabilities.decoder(
             input_ids=token_BT,
             attention_mask=self._own_masks(mask, position_BT, cache),
@@ -188,6 +188,8 @@ class TorchRuntime:
             return_dict=True,
             **extra,
         )
+        if cache is not None:
+            cache.written = None
         hidden_BTD = output.last_hidden_state
         if not context_layers:
             return TargetOutput(hidden_BTD, hidden_BTD)

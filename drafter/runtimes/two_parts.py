@@ -1,11 +1,11 @@
-"""Attention of a tree in two parts, joined by their log-sum-exp: the committed prefix without a mask, and the tree.
+"""Attention of a tree in two parts, joined by their log-sum-exps: the committed prefix without a mask, and the tree.
 
 A mask over all visible slots rules out flash attention, and every slot is read, whatever a row's length. A prefix needs
 no mask: all nodes see all of its slots. So the prefix goes to flash attention, each row with its own length, and only
 the N x N numbers among the nodes are masked.
 
 Shapes: B rows · N nodes · G key/value heads · R query heads of a group · X = R N queries of a group · S slots of a row
-of the cache, the spare one included · K head dimension · C parts of a prefix.
+of the cache, the spare one included · K head dimension · C chunks of a prefix · Y sequences.
 """
 
 from typing import NamedTuple, Protocol, Self
@@ -19,124 +19,138 @@ from drafter.targets.slots import Slots
 _BLOCK = 128  # queries that flash attention takes together
 _WANTED_BLOCKS = 256  # about two for each multiprocessor of a large GPU
 _SMALLEST_CHUNK = 256  # slots
+_ALIGNED = 16  # numbers of a row of the bias of memory-efficient attention
 
 
-class PrefixPart(Protocol):
-    """Attention to the committed slots of every row; made once for a forward, called by each layer."""
+class Parts(Protocol):
+    """The two parts; made once for a forward, called by each layer.
 
-    @classmethod
-    def of(cls, length_B: Tensor, num_groups: int, num_queries: int, num_slots: int) -> Self:
-        """For the prefixes of B rows, G, X and S."""
-
-    def attend(self, query_BGXK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs [B, G, C, X, K] and their log-sum-exps, float32 [B, G, C, X]; -inf for an empty part."""
-
-
-class FlashPrefix(NamedTuple):
-    """Flash attention in C chunks of the prefix; a sequence is a chunk of one key/value head of one row.
-
-    Attributes:
-        used_BGC: slots of each chunk, int32 [B, G, C].
-        query_start_Y, key_start_Y: first query and first slot of each sequence, int32 [B G C + 1].
-        chunk: most slots of a chunk.
+    Each gives outputs [..., X, K] and their log-sum-exps, float32 [..., X]: infinite where a query sees nothing.
     """
 
-    used_BGC: Tensor
-    query_start_Y: Tensor
-    key_start_Y: Tensor
+    @classmethod
+    def of(cls, length_B: Tensor, seen_B1XN: Tensor, num_groups: int, num_slots: int, dtype: torch.dtype) -> Self:
+        """For prefixes of these lengths and trees whose queries see these nodes."""
+
+    def prefix(self, query_BGXK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention to the committed slots in C chunks: [B, G, C, X, K] and [B, G, C, X]."""
+
+    def tree(self, query_BGXK: Tensor, key_BGNK: Tensor, value_BGNK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention to the nodes: [B, G, X, K] and [B, G, X]."""
+
+
+class KernelParts(NamedTuple):
+    """Flash attention for the prefix, memory-efficient attention for the tree: CUDA, 16 bits.
+
+    A sequence of flash attention is a chunk of one key/value head of one row.
+
+    Attributes:
+        used_Y: slots of each sequence, int32.
+        is_empty_BGC1: whether there are none.
+        query_start, key_start: first query and first slot of each sequence, int32 [Y + 1].
+        chunk: most slots of a sequence.
+        bias_B1XN: 0 where a query sees a node.
+    """
+
+    used_Y: Tensor
+    is_empty_BGC1: Tensor
+    query_start: Tensor
+    key_start: Tensor
     chunk: int
+    bias_B1XN: Tensor
 
     @classmethod
-    def of(cls, length_B: Tensor, num_groups: int, num_queries: int, num_slots: int) -> Self:
-        device, num_rows = length_B.device, len(length_B)
+    def of(cls, length_B: Tensor, seen_B1XN: Tensor, num_groups: int, num_slots: int, dtype: torch.dtype) -> Self:
+        device, (num_rows, _, num_queries, num_nodes) = length_B.device, seen_B1XN.shape
         num_blocks = num_rows * num_groups * -(-num_queries // _BLOCK)
         num_chunks = max(1, min(-(-_WANTED_BLOCKS // num_blocks), num_slots // _SMALLEST_CHUNK))
         chunk = -(-num_slots // num_chunks)
-        start_C = torch.arange(num_chunks, device=device) * chunk
-        used_BC = (length_B[:, None] - start_C).clamp(0, chunk).int()
-        sequence_Y = torch.arange(num_rows * num_groups * num_chunks + 1, device=device)
-        key_start_Y = sequence_Y // num_chunks * num_slots + sequence_Y % num_chunks * chunk
+        used_BC = (length_B[:, None] - torch.arange(num_chunks, device=device) * chunk).clamp(0, chunk).int()
         used_BGC = used_BC[:, None].repeat(1, num_groups, 1)
-        return cls(used_BGC, (sequence_Y * num_queries).int(), key_start_Y.int(), chunk)
+        place = torch.arange(num_rows * num_groups * num_chunks + 1, device=device, dtype=torch.int32)
+        key_start = place // num_chunks * num_slots + place % num_chunks * chunk
+        wide = torch.zeros(num_rows, 1, num_queries, -(-num_nodes // _ALIGNED) * _ALIGNED, dtype=dtype, device=device)
+        bias_B1XN = wide[..., :num_nodes].masked_fill_(~seen_B1XN, -torch.inf)
+        return cls(used_BGC.flatten(), used_BGC[..., None] == 0, place * num_queries, key_start, chunk, bias_B1XN)
 
-    def attend(self, query_BGXK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        num_rows, num_groups, num_queries, size = query_BGXK.shape
-        num_chunks = self.used_BGC.shape[2]
+    def prefix(self, query_BGXK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        num_chunks, (num_queries, size) = self.is_empty_BGC1.shape[2], query_BGXK.shape[2:]
+        query_BGCXK = query_BGXK[:, :, None].expand(-1, -1, num_chunks, -1, -1)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query_BGXK[:, :, None].expand(-1, -1, num_chunks, -1, -1).reshape(-1, 1, size),
-            key_BGSK.reshape(-1, 1, size), value_BGSK.reshape(-1, 1, size), self.query_start_Y, self.key_start_Y,
-            num_queries, self.chunk, 0.0, False, False, scale=scale, seqused_k=self.used_BGC.flatten(),
+            query_BGCXK.reshape(-1, 1, size), key_BGSK.reshape(-1, 1, size), value_BGSK.reshape(-1, 1, size),
+            self.query_start, self.key_start, num_queries, self.chunk, 0.0, False, False, scale=scale,
+            seqused_k=self.used_Y,
         )  # fmt: skip
-        lead = num_rows, num_groups, num_chunks, num_queries
         # The kernel gives an empty sequence zeros and +inf.
-        return output.view(*lead, size), lse.view(lead).masked_fill(self.used_BGC[..., None] == 0, -torch.inf)
+        lse_BGCX = lse.view(query_BGCXK.shape[:4]).masked_fill(self.is_empty_BGC1, -torch.inf)
+        return output.view(query_BGCXK.shape), lse_BGCX
+
+    def tree(self, query_BGXK: Tensor, key_BGNK: Tensor, value_BGNK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        bias = self.bias_B1XN.expand(-1, query_BGXK.shape[1], -1, -1)
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query_BGXK, key_BGNK, value_BGNK, bias, True, scale=scale
+        )
+        return output, lse[:, :, : query_BGXK.shape[2]]  # padded
 
 
-class PlainPrefix(NamedTuple):
+class PlainParts(NamedTuple):
     """The same in plain torch: slow, for every device and dtype.
 
     Attributes:
-        seen_B11S: the committed slots, bool [B, 1, 1, S].
+        committed_B11S, seen_B1XN: what a query sees of the slots, and of the nodes, bool.
     """
 
-    seen_B11S: Tensor
+    committed_B11S: Tensor
+    seen_B1XN: Tensor
 
     @classmethod
-    def of(cls, length_B: Tensor, num_groups: int, num_queries: int, num_slots: int) -> Self:
-        return cls((torch.arange(num_slots, device=length_B.device) < length_B[:, None])[:, None, None])
+    def of(cls, length_B: Tensor, seen_B1XN: Tensor, num_groups: int, num_slots: int, dtype: torch.dtype) -> Self:
+        committed_BS = torch.arange(num_slots, device=length_B.device) < length_B[:, None]
+        return cls(committed_BS[:, None, None], seen_B1XN)
 
-    def attend(self, query_BGXK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        output_BGXK, lse_BGX = masked_part(query_BGXK, key_BGSK, value_BGSK, self.seen_B11S, scale)
+    def prefix(self, query_BGXK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        output_BGXK, lse_BGX = _masked(query_BGXK, key_BGSK, value_BGSK, self.committed_B11S, scale)
         return output_BGXK[:, :, None], lse_BGX[:, :, None]
+
+    def tree(self, query_BGXK: Tensor, key_BGNK: Tensor, value_BGNK: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return _masked(query_BGXK, key_BGNK, value_BGNK, self.seen_B1XN, scale)
 
 
 class TwoParts(NamedTuple):
     """What :func:`drafter.targets.cache.folded_attention` calls in place of its own kernel.
 
     Attributes:
-        prefix: attention to the committed slots.
+        parts: of this forward.
         cache: of the rows from 0 on.
-        slot_BN: of the nodes.
-        seen_B1XN: which nodes a query sees, bool.
     """
 
-    prefix: PrefixPart
+    parts: Parts
     cache: SlotCache
-    slot_BN: Tensor
-    seen_B1XN: Tensor
 
     @classmethod
-    def of(cls, kind: type[PrefixPart], slots: Slots, cache: SlotCache, num_groups: int, heads_per_group: int) -> Self:
+    def of(cls, kind: type[Parts], slots: Slots, cache: SlotCache, num_groups: int, heads_per_group: int) -> Self:
         """For a forward over trees."""
         assert slots.ancestor_BTT is not None and slots.first_row == 0, "a forward over trees of the first rows"
-        num_queries = heads_per_group * slots.slot_BT.shape[1]
-        prefix = kind.of(slots.position_BT[:, 0], num_groups, num_queries, cache.num_slots + 1)
-        return cls(prefix, cache, slots.slot_BT, slots.ancestor_BTT.repeat(1, heads_per_group, 1)[:, None])
+        seen_B1XN = slots.ancestor_BTT.repeat(1, heads_per_group, 1)[:, None]
+        return cls(
+            kind.of(slots.position_BT[:, 0], seen_B1XN, num_groups, cache.num_slots + 1, cache.keys.dtype), cache
+        )
 
     def attend(self, query_BGXK: Tensor, layer: int, scale: float) -> Tensor:
-        """Outputs [B, G, X, K] of a layer whose keys and values are in the cache."""
-        num_rows = len(query_BGXK)
-        key_BGSK, value_BGSK = (kept[:num_rows] for kept in self.cache.layer(layer))
-        row_B1 = torch.arange(num_rows, device=query_BGXK.device)[:, None]
-        key_BGNK, value_BGNK = (kept[row_B1, :, self.slot_BN].transpose(1, 2) for kept in (key_BGSK, value_BGSK))
-        tree_BGXK, tree_BGX = masked_part(query_BGXK, key_BGNK, value_BGNK, self.seen_B1XN, scale)
-        outputs, lses = self.prefix.attend(query_BGXK, key_BGSK, value_BGSK, scale)
-        weight_BGCX = torch.cat([lses, tree_BGX[:, :, None]], dim=2).softmax(dim=2)
-        parts = torch.cat([outputs.float(), tree_BGXK[:, :, None]], dim=2)
-        return (parts * weight_BGCX[..., None]).sum(dim=2).to(query_BGXK.dtype)
+        """Outputs [B, G, X, K] of the layer that has just written its keys and values to the cache."""
+        key_BGSK, value_BGSK = (kept[: len(query_BGXK)] for kept in self.cache.layer(layer))
+        outputs, lses = self.parts.prefix(query_BGXK, key_BGSK, value_BGSK, scale)
+        assert self.cache.written is not None, "attention before the layer's keys"
+        tree_BGXK, tree_BGX = self.parts.tree(query_BGXK, *self.cache.written, scale)
+        weights = torch.cat([lses, tree_BGX[:, :, None]], dim=2).softmax(dim=2)[..., None]
+        joined_BGXK = (outputs * weights[:, :, :-1]).sum(dim=2).addcmul_(tree_BGXK, weights[:, :, -1])
+        return joined_BGXK.to(query_BGXK.dtype)
 
 
-def masked_part(
+def _masked(
     query_BGXK: Tensor, key_BGTK: Tensor, value_BGTK: Tensor, seen: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention to T keys under a mask in float32: outputs [B, G, X, K], and log-sum-exps [B, G, X], -inf where a query
-    sees nothing.
-
-    Args:
-        query_BGXK, key_BGTK, value_BGTK: of any dtype.
-        seen: bool, broadcast to [B, G, X, T].
-        scale: of the scores.
-    """
+    """Attention to T keys under a mask, bool, in float32; -inf where a query sees nothing."""
     scores = (query_BGXK.float() @ key_BGTK.float().transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
     lse_BGX = scores.logsumexp(dim=3)
     share = (scores - lse_BGX[..., None].clamp_min(torch.finfo(torch.float32).min)).exp()

@@ -96,6 +96,7 @@ class SlotCache(Cache):
         rows: that take part in the next forward, a slice.
         window: slots that attention looks at in the next forward.
         planned_slots: of every token of the next forward, int64 [B, T].
+        written: keys and values [B, H, T, K] that the layer of a forward wrote which runs; None between forwards.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class SlotCache(Cache):
         self.rows = slice(0, num_rows)
         self.window = num_slots
         self.planned_slots = torch.zeros(0, 0, dtype=torch.int64)
+        self.written: tuple[Tensor, Tensor] | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -162,6 +164,7 @@ class SlotCache(Cache):
         Returns:
             The visible keys and values of the rows that run, [B, H, S, K]; views.
         """
+        self.written = key_states, value_states
         store, layer = self._places[layer_idx]
         row_B1 = store.row_B1[self.rows]
         write = write_operator if torch.compiler.is_compiling() else write_slots

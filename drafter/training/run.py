@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -25,6 +25,7 @@ from drafter.utils.options import limit_yaml
 from drafter.utils.provenance import run_record
 
 _DEFAULT_FOLDER = "runs/drafter"
+_BAR_STEPS = 10  # between two looks of the progress bar at the loss
 _IDLE_WARNINGS = (
     ".*You have overridden `on_before_batch_transfer`.*",
     ".*does not have many workers.*",
@@ -87,6 +88,11 @@ class TrainCLI(LightningCLI):
             record = run_record(settings=self.config.as_dict())
             options = init_options(config.wandb, root, record=record, is_resumed=config.ckpt_path is not None)
             config.trainer.logger = [*(logger for logger in loggers if logger), WandbLogger(save_dir=root, **options)]
+        callbacks = config.trainer.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if config.trainer.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            # Whenever the bar shows the loss, the host waits for the device.
+            config.trainer.callbacks = [*callbacks, TQDMProgressBar(refresh_rate=_BAR_STEPS)]
         if config.trainer.plugins is None:
             config.trainer.plugins = [WholeCheckpointIO()]
         return super().instantiate_trainer(**kwargs)

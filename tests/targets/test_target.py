@@ -17,7 +17,7 @@ from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target, wrap_model
-from drafter.runtimes.two_parts import PlainPrefix
+from drafter.runtimes.two_parts import PlainParts
 from drafter.targets.cache import FOLDED_ATTENTION, SlotCache
 from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.loading import resolve_device, resolve_dtype
@@ -95,9 +95,9 @@ def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(na
     if form == "two parts":
         if name in NOT_IN_PARTS:
             with pytest.raises(ValueError, match="two parts"):
-                target.runtime.use_attention(PlainPrefix)
+                target.runtime.use_attention(PlainParts)
         else:
-            target.runtime.use_attention(PlainPrefix)
+            target.runtime.use_attention(PlainParts)
     check_trees_over_ragged_rows(target, target if form == "own" else tiny(name))
 
 

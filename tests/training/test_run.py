@@ -20,7 +20,7 @@ from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
 from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_trained
 from drafter.training.module import DrafterModule
-from drafter.training.run import train
+from drafter.training.run import _parse, train
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
 
 NUM_STEPS = 8
@@ -100,6 +100,14 @@ def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path, place: Pa
     header = (trained / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     wanted = {"train/loss", "train/grad_norm", "train/positions_per_s", "train/lr"}
     assert wanted | {"val/loss", "val/top8_d2"} <= set(header)
+
+
+def test_the_bar_seldom_asks_for_the_loss(place: Path) -> None:
+    """Each time the host waits for an accelerator."""
+    bar = _parse(words(place, place / "bar", "--trainer.enable_progress_bar", "true")).trainer.progress_bar_callback
+    assert bar.refresh_rate == 10
+    own = ["--trainer.callbacks", "RichProgressBar", "--trainer.enable_progress_bar", "true"]
+    assert type(_parse(words(place, place / "bar", *own)).trainer.progress_bar_callback).__name__ == "RichProgressBar"
 
 
 def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

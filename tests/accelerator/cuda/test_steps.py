@@ -41,7 +41,7 @@ def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         results = unpack(torch.zeros_like(words_X), like)
-        results[0][:, 0], results[0][:, 1:] = 1, 5
+        results[0][:, 0], results[0][:, 1], results[0][:, 2:] = 0, 1, 5  # not failed, one token, which is 5
         if len(results) > 5:
             results[-3].fill_(1)  # all places of the trees are nodes
         return results

@@ -20,7 +20,9 @@ def test_a_training_step_waits_for_nothing(settings: dict[str, Any]) -> None:
     """From the batch on the CPU to the step of the optimizer; torch calls every wait of its own an error."""
     target = target_of(TINY)
     drafter = drafter_of(target).float().train().requires_grad_(True)
-    module: Any = DrafterModule("target", drafter=DrafterOptions(draft_length=4), objective=Objective(**settings))
+    module: Any = DrafterModule(
+        lambda *_: target, SimpleNamespace(), drafter=DrafterOptions(draft_length=4), objective=Objective(**settings)
+    )
     module._trainer = SimpleNamespace(
         global_step=0, log_every_n_steps=1000, world_size=1, training=True, fit_loop=SimpleNamespace(total_batch_idx=0)
     )

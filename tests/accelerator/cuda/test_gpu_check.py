@@ -1,0 +1,54 @@
+"""All stages of scripts/gpu_check.py on a device whose numbers are garbage: no stage fails, no training step waits."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drafter.engine.engine as engine_module
+import drafter.training.build as build_module
+from drafter.engine import runner
+from drafter.runtimes import torch as torch_runtime
+from drafter.targets.capabilities import decoder_of
+from scripts.gpu_check import STAGES, main
+
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@pytest.fixture
+def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing asks for numbers: steps hand out one token, 5, and a model on the device is what its twin on a CPU is."""
+    probe, unpack = torch_runtime.probe, runner._unpack
+
+    def of_twin(model: Any, name: str) -> Any:
+        config = copy.deepcopy(model.config)
+        config.dtype = torch.float32
+        return probe(type(model)(config), name)._replace(decoder=decoder_of(model))
+
+    def unpacked(words_X: torch.Tensor, like: Any) -> list[torch.Tensor]:
+        results = unpack(torch.zeros_like(words_X), like)
+        results[0][:, 0], results[0][:, 1], results[0][:, 2:] = 0, 1, 5  # not failed, one token, which is 5
+        return results
+
+    monkeypatch.setattr(torch_runtime, "probe", of_twin)
+    monkeypatch.setattr(
+        torch_runtime, "_check_tree_forward", lambda runtime, name: torch_runtime._run_small_tree(runtime)
+    )
+    monkeypatch.setattr(runner, "_unpack", unpacked)
+    monkeypatch.setattr(engine_module, "check_drafts", lambda *given: None)
+    monkeypatch.setattr(build_module, "measure_scales", lambda *given: (1.0, 1.0))
+
+
+@pytest.mark.usefixtures("garbage")
+def test_every_stage_writes_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "check.jsonl"
+    for stage in STAGES:
+        assert main([stage, "--small", "--shapes", "tiny", "--no-real", "--out", str(out)]) == 0
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if "run" not in row]
+    assert {row["stage"] for row in rows} == set(STAGES)
+    forms = {(row["form"], row["is_compiled"]) for row in rows if row["stage"] == "attention" and "ms" in row}
+    assert len(forms) == 4
+    assert [row["waits_per_step"] for row in rows if row["stage"] == "train"] == [0.0, 0.0]
