@@ -3,8 +3,12 @@
 The public names are loaded on first use, so that ``import drafter`` (and ``drafter --help``) does not import torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("drafter needs fcntl and resource, which Windows lacks: use Linux, or WSL on Windows")
 
 if TYPE_CHECKING:
     from drafter.decoding.params import SamplingParams as SamplingParams

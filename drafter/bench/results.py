@@ -1,4 +1,4 @@
-"""Results files: one JSON object a line, of a run or of a level of load. Imports no torch."""
+"""Results files: one JSON object a line, of a run. Imports no torch."""
 # ruff: noqa: UP013  # a record is easier to read in a few lines than in a class of many
 
 import hashlib
@@ -21,8 +21,7 @@ BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
 _Int = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # larger ones do not divide
-# The fields of records without null that tables and pictures read, by kind.
-_Spread = TypedDict("_Spread", {"median": FiniteFloat, "p95": FiniteFloat, "p99": FiniteFloat})
+# The fields of records without null that tables and pictures read.
 _Machine = TypedDict("_Machine", {
     "device": NotRequired[str], "cpu": NotRequired[str], "system": str, "num_cpus": _Int,
     "memory_gib": NotRequired[FiniteFloat],
@@ -30,7 +29,6 @@ _Machine = TypedDict("_Machine", {
 _MadeBy = TypedDict("_MadeBy", {
     "machine": _Machine, "versions": dict[str, str], "git_revision": NotRequired[str], "date": str,
 })  # fmt: skip
-_Named = TypedDict("_Named", {"name": str})
 _Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": _Int})
 _Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": _Int})
 _Category = TypedDict("_Category", {"seconds": NotRequired[FiniteFloat], "num_tokens": _Int})
@@ -47,12 +45,6 @@ _Run = TypedDict("_Run", {
     "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
     "identical": NotRequired[_Identical],
 })  # fmt: skip
-_Load = TypedDict("_Load", {
-    "url": str, "model": str, "prompts": _Named, "concurrency": NotRequired[_Int],
-    "rate": NotRequired[FiniteFloat], "seconds": FiniteFloat, "num_requests": _Int, "num_failed": _Int,
-    "num_tokens": _Int, "first_token_seconds": _Spread, "token_seconds": _Spread, "latency_seconds": _Spread,
-})  # fmt: skip
-_KINDS: dict[str, Any] = {"run": _Run, "load": _Load}
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
@@ -107,11 +99,8 @@ def _records_of(path: Path, *, skip_torn: bool = False) -> list[BenchRecord]:
     for fields, where in read_json_lines(path, str(path), skip_torn=skip_torn):
         if fields.get("schema") != SCHEMA:
             raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {fields.get('schema')!r}")
-        kind = _KINDS.get(str(fields.get("kind")))
-        if kind is None:
-            raise ValueError(f"{where}: kind is {fields.get('kind')!r} but must be one of {', '.join(_KINDS)}")
         records.append(without_null(fields))
-        for part in (kind, _MadeBy):
+        for part in (_Run, _MadeBy):
             validated(part, records[-1], where, strict=True)
     return records
 

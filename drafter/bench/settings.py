@@ -1,4 +1,4 @@
-"""The methods in their written form, and the options of benchmarks, tuning and load on servers. Imports no torch."""
+"""The methods in their written form, and the options of benchmarks and tuning. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drafter.engine.loading import LoadedModels, TargetConfig, load_drafter, shipped_drafter
-from drafter.engine.settings import NO_FILE, EngineConfig, Plan, resolve, tuned_path
-from drafter.proposers.options import Drafting
-from drafter.utils.options import Options, comma_separated, suggestion
+from drafter.engine.loading import LoadedModels, TargetConfig
+from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
+from drafter.proposers.options import Drafting, Method
+from drafter.utils.options import Options, comma_separated, part_of, suggestion
 from drafter.utils.validate import check_ranges, seed_field, within
 
 BASELINE = "none"  # plain decoding of this package
@@ -143,25 +143,22 @@ class MethodOptions(Options, TargetConfig):
         raise NotImplementedError
 
     @property
+    def _engine_options(self) -> EngineOptions:
+        """Names the target, and the drafter where a method needs one."""
+        method: Method = "drafter" if any(spec.name == "drafter" for spec in self.specs) else "none"
+        return EngineOptions(**vars(part_of(self, TargetConfig)), drafter=self.drafter, method=method)
+
+    @property
     def drafter_used(self) -> str | None:
         """The given drafter, else the package's own for the target; None if no method needs one."""
-        spec = next((spec for spec in self.specs if spec.name == "drafter"), None)
-        if spec is None:
-            return None
-        found = self.drafter or (self.target if shipped_drafter(self.target) is not None else None)
-        if found is None:
-            raise ValueError(f"method {spec.label} needs a drafter: give --drafter DIR")
-        return found
+        return self._engine_options.drafter_used
 
     def load_models(self, draft_model: str | None = None) -> LoadedModels:
         """The target, and the drafter and the smaller model where a method needs one."""
-        target, drafter = self.load(), self.drafter_used
-        has_draft_model = any(spec.name == "draft-model" for spec in self.specs)
-        return LoadedModels(
-            target,
-            None if drafter is None else load_drafter(drafter, target),
-            self.load(draft_model, is_trainable=True) if has_draft_model else None,
-        )
+        models = self._engine_options.load_models()
+        if any(spec.name == "draft-model" for spec in self.specs):
+            models = models._replace(draft_model=self.load(draft_model, is_trainable=True))
+        return models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,35 +245,3 @@ class TuneSettings:
         check_ranges(self)
         if not self.batch_sizes:
             raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions(Options):
-    """Put load on a server that speaks OpenAI's protocol.
-
-    Measures throughput, the time to the first token and the time per token. The key of OPENAI_API_KEY is sent if set.
-
-    Attributes:
-        url: address of the server, such as http://localhost:8000
-        prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
-            mtbench, humaneval, gsm8k
-        out: results file (.jsonl); each level of load is appended when it ends
-        concurrency: levels of load: requests at the same time (default: 1,4,16)
-        rate: levels of load: requests per second on average, arriving at random
-        num_requests: requests of each level of load; prompts repeat if there are fewer
-        max_new_tokens: longest answer in tokens
-        model: name of the model on the server (default: the first model that the server lists)
-        temperature: 0 is greedy
-        seed: seed of arrivals and sampling
-    """
-
-    url: str
-    prompts: str = "evaluation"
-    out: Path | None = None
-    concurrency: tuple[int, ...] = within((), low=1)
-    rate: tuple[float, ...] = within((), above=0.0)
-    num_requests: int = within(64, low=1)
-    max_new_tokens: int = within(128, low=1, high=2**24)
-    model: str | None = None
-    temperature: float = within(0.0, low=0.0)
-    seed: int = seed_field()

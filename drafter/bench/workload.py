@@ -31,12 +31,6 @@ class Item:
     text: str | None = None
     token_ids: tuple[int, ...] = ()
 
-    def request(self) -> tuple[str, dict[str, Any]]:
-        """Path of OpenAI's API below /v1, and the field of the request that holds the prompt."""
-        if self.messages:
-            return "chat/completions", {"messages": list(self.messages)}
-        return "completions", {"prompt": self.text if self.text is not None else list(self.token_ids)}
-
 
 @dataclass(frozen=True)
 class Workload:

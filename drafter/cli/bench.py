@@ -1,11 +1,11 @@
-"""`drafter bench`, `bench report`, `bench serve`: measurements, and their tables."""
+"""`drafter bench`, `bench report`: measurements, and their tables."""
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from drafter.bench.settings import BenchOptions, LoadOptions
+from drafter.bench.settings import BenchOptions
 from drafter.utils.options import Options
 
 
@@ -59,21 +59,6 @@ def bench_report(options: ReportOptions) -> None:
     write_atomic(place, report(records))
     drawn = draw_all(summarise(records), options.out)
     print(f"{place} and {len(drawn)} pictures (PNG and SVG)", file=sys.stderr)
-
-
-def bench_serve(options: LoadOptions) -> None:
-    """Run `drafter bench serve`."""
-    import asyncio
-
-    from drafter.bench.load import run_load
-    from drafter.bench.report import load_table
-    from drafter.bench.workload import read_prompt_set
-    from drafter.utils.client import Client
-
-    Client(options.url, flag="--url")  # a wrong address is refused before anything is read
-    if options.out is not None:
-        _check_out(options.out)
-    print(load_table(asyncio.run(run_load(options, read_prompt_set(options.prompts)))))
 
 
 def _check_out(out: Path) -> None:

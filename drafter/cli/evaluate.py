@@ -1,7 +1,7 @@
-"""`drafter evaluate`: acceptance by depth and by category, here and as a running server reports it."""
+"""`drafter evaluate`: acceptance by depth and by category."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,19 +9,15 @@ from drafter.bench.settings import MethodOptions, MethodSpec, parse_method
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from drafter.bench.acceptance import ByCategory
+    from drafter.bench.acceptance import Acceptance
     from drafter.engine.engine import Engine
-
-_NUM_COMPARED = 4  # prompts whose greedy answers are compared with the target
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(MethodOptions):
-    """Measure how many drafted tokens are accepted: by depth and category, here and on a server.
+    """Measure how many drafted tokens are accepted, by depth and by category.
 
-    With --traffic, drafts are counted along recorded answers. With --url, the prompts go to the server too. If the
-    server accepts far less than this machine, the command warns, names what differs (chat template, dtype or
-    quantisation, sampling, context length, speculation off) and returns exit code 1.
+    With --traffic, drafts are counted along recorded answers, such as those of a server.
 
     Attributes:
         method: how tokens are drafted, in the written form of `drafter bench`, such as drafter:W4:L3:N8 or lookup
@@ -30,8 +26,6 @@ class EvaluateOptions(MethodOptions):
         traffic: file or folder of rows of token ids, such as that of `drafter serve --record`; drafts are counted along
             the recorded answers, and no prompt is answered
         temperature: 0 is greedy
-        url: address of a running server with OpenAI's protocol (ours or vLLM) that is measured too
-        model: name of the model on the server (default: the first model that the server lists)
         out: results file (.json)
     """
 
@@ -39,8 +33,6 @@ class EvaluateOptions(MethodOptions):
     prompts: str = "evaluation"
     traffic: Path | None = None
     temperature: float = within(0.0, low=0.0)
-    url: str | None = None
-    model: str | None = None
     out: Path | None = None
 
     def __post_init__(self) -> None:
@@ -48,9 +40,10 @@ class EvaluateOptions(MethodOptions):
         (spec,) = self.specs
         if spec.is_peer or spec.name == "draft-model":
             raise ValueError(f"--method {self.method}: evaluate measures none, drafter or lookup")
-        if self.traffic is not None and (self.url is not None or spec.name != "drafter"):
-            flag = f"--url {self.url}" if self.url is not None else f"--method {self.method}"
-            raise ValueError(f"--traffic {self.traffic} counts a drafter along recorded answers: leave {flag} out")
+        if self.traffic is not None and spec.name != "drafter":
+            raise ValueError(
+                f"--traffic {self.traffic} counts a drafter along recorded answers: leave --method {self.method} out"
+            )
 
     @property
     def specs(self) -> tuple[MethodSpec, ...]:
@@ -58,65 +51,48 @@ class EvaluateOptions(MethodOptions):
         return (parse_method(self.method),)
 
 
-def evaluate(options: EvaluateOptions) -> int:
-    """Run `drafter evaluate`; 1 when the server accepts far less than this machine."""
+def evaluate(options: EvaluateOptions) -> None:
+    """Run `drafter evaluate`."""
     import json
 
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import measure_here, measure_server, warning_lines, whole_of
+    from drafter.bench.acceptance import measure_prompts
     from drafter.bench.workload import read_prompt_set
     from drafter.decoding.params import SamplingParams
-    from drafter.distill.same_model import compare_models
     from drafter.engine.engine import Engine
-    from drafter.utils.client import Client
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record
 
     if options.out is not None:
         check_output(options.out, overwrite=True)
-    client = None if options.url is None else Client(options.url, flag="--url")
-    card = None if client is None else client.model_card(options.model)  # before the models are loaded
     workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
     models = options.load_models()
-    plan = options.specs[0].plan(models, 1, options.compile if options.traffic is None else False)
+    plan = replace(options.specs[0].plan(models, 1, options.compile), enable_prefix_caching=workload is None)
     engine = Engine(models.target, models.drafter, plan)
-    params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    served, differences, warning = None, [], []
     if workload is None:
-        here, source = _along_traffic(options, engine)
+        counts, source = _along_traffic(options, engine)
     else:
         source = {"prompts": {"name": workload.name, "digest": workload.digest}}
-        with tqdm(total=len(workload.items) * (1 if client is None else 2), unit="answer", disable=None) as bar:
-            here = measure_here(engine, workload, params, bar.update)
-            if client is not None and card is not None:
-                served = measure_server(client, card, workload, params, bar.update)
-                chats = [list(item.messages) for item in workload.items if item.messages]
-                differences = compare_models(client, card["id"], models.target, chats[:_NUM_COMPARED]).lines
-                warning = warning_lines(whole_of(here), served, differences)
-    counts = {"here": here} | ({} if served is None else {"server": served.by_category})
+        params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+        with tqdm(total=len(workload.items), unit="answer", disable=None) as bar:
+            counts = measure_prompts(engine, workload, params, bar.update)
     _print_tables(counts)
     if options.out is not None:
-        figures = {name: {key: each.as_json() for key, each in by.items()} for name, by in counts.items()}
         content = {
-            "schema": "drafter-evaluate/2",
+            "schema": "drafter-evaluate/3",
             "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
             "drafter": options.drafter_used,
             "method": options.method,
             **source,
-            **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "url")},
-            "here": figures["here"],
-            "server": None if served is None else {**served._asdict(), "by_category": figures["server"]},
-            "differences": differences,
+            **{name: getattr(options, name) for name in ("max_new_tokens", "temperature")},
+            "acceptance": {name: each.as_json() for name, each in counts.items()},
             **run_record(),
         }
         write_atomic(options.out, json.dumps(content, indent=2) + "\n")
-    for line in warning or differences:
-        print(line, file=sys.stderr)
-    return 1 if warning else 0
 
 
-def _along_traffic(options: EvaluateOptions, engine: "Engine") -> tuple["ByCategory", dict[str, Any]]:
+def _along_traffic(options: EvaluateOptions, engine: "Engine") -> tuple["dict[str, Acceptance]", dict[str, Any]]:
     """Counts along recorded answers, and their origin for the results file."""
     from tqdm import tqdm
 
@@ -140,23 +116,18 @@ def _along_traffic(options: EvaluateOptions, engine: "Engine") -> tuple["ByCateg
     return {"": counts}, {"traffic": str(options.traffic), "num_tokens": num_tokens}
 
 
-def _print_tables(counts: dict[str, "ByCategory"]) -> None:
-    """Shares by depth, and accepted tokens per step by category, one column each for ``here`` and ``server``."""
-    from drafter.bench.acceptance import whole_of
+def _print_tables(counts: "dict[str, Acceptance]") -> None:
+    """Shares by depth, and accepted tokens per step by category."""
+    from drafter.bench.acceptance import Acceptance
     from drafter.utils.tables import format_table
 
-    totals = [whole_of(by_category) for by_category in counts.values()]
-    depths = range(max(len(whole.reached) for whole in totals))
-    shares = [[sum((whole.reached[depth:])[:1]) / max(1, whole.steps.total()) for whole in totals] for depth in depths]
+    whole = sum(counts.values(), Acceptance())
+    shares = [f"{num / max(1, whole.steps.total()):.0%}" for num in whole.reached]
     print("Share of the steps that accepted a drafted token at this depth:\n")
-    print(format_table(["depth", *counts], [[str(n), *(f"{s:.0%}" for s in row)] for n, row in enumerate(shares, 1)]))
-    rows = []
-    for name, own in counts["here"].items():
-        found = [by_category.get(name) for by_category in counts.values()]
-        rates = ["-" if each is None else f"{each.accepted_per_step:.2f}" for each in found]
-        rows.append([name or "all", str(own.num_answers), str(own.steps.total()), *rates])
-    if len(rows) > 1:
-        rates = [f"{whole.accepted_per_step:.2f}" for whole in totals]
-        rows.append(["all", str(totals[0].num_answers), str(totals[0].steps.total()), *rates])
+    print(format_table(["depth", "accepted"], [[str(depth), share] for depth, share in enumerate(shares, 1)]))
+    rows = [
+        [name or "all", str(own.num_answers), str(own.steps.total()), f"{own.accepted_per_step:.2f}"]
+        for name, own in (counts if len(counts) == 1 else counts | {"": whole}).items()
+    ]
     print("\nAccepted drafted tokens per step:\n")
-    print(format_table(["category", "answers", "steps", *counts], rows))
+    print(format_table(["category", "answers", "steps", "accepted"], rows))

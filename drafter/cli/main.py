@@ -33,7 +33,6 @@ COMMANDS: dict[str, str] = {
     "evaluate": "drafter.cli.evaluate:evaluate",
     "bench": "drafter.cli.bench:bench",
     "bench report": "drafter.cli.bench:bench_report",
-    "bench serve": "drafter.cli.bench:bench_serve",
     "serve": "drafter.cli.serve:serve",
 }
 

@@ -1,61 +1,16 @@
-"""Proposer: the base class of every way to draft, the tensors that a proposer reads, and the compiler of its parts.
+"""Proposer: the base class of every way to draft, and the tensors that a proposer reads.
 
 Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S slots.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drafter.decoding.sampling import Warp
 from drafter.decoding.tree import Candidates, NodeList, depths_of, pack_nodes
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_MOST_SHAPES = 1024  # of one part; torch stops compiling after 8 unless told otherwise
-
-
-class Compiler:
-    """Makes CUDA graphs of the parts of a step (``torch.compile``), or leaves the parts as they are.
-
-    Every part has a graph for each bucket of rows and each tree size, over all slots of a row. All compilation happens
-    within :meth:`warming_up`, in steps of all shapes that can occur.
-
-    Args:
-        is_on: False: every part stays a plain function.
-    """
-
-    def __init__(self, *, is_on: bool = False) -> None:
-        self.is_on = is_on
-
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The part, which compiles at its first calls: tensors in, tensors out, without a wait for the device."""
-        if not self.is_on:
-            return function
-        return torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
-
-    def keep(self, *state: Tensor) -> None:
-        """Register tensors that live as long as their owner and are written in place: graphs do not copy them."""
-        for tensor in state:
-            torch._dynamo.mark_static_address(tensor)
-
-    def warming_up(self) -> AbstractContextManager[None]:
-        """A context in which torch compiles any number of shapes."""
-        if not self.is_on:
-            return nullcontext()
-        import torch._dynamo.config
-
-        limits: dict[str, Any] = {"recompile_limit": _MOST_SHAPES, "accumulated_recompile_limit": _MOST_SHAPES}
-        return torch._dynamo.config.patch(limits)
-
-    def begin_step(self) -> None:
-        """Allow the graphs to overwrite the results of the last step."""
-        if self.is_on:
-            torch.compiler.cudagraph_mark_step_begin()
 
 
 class RowState(NamedTuple):
@@ -100,7 +55,6 @@ class Proposer:
     Args:
         level_sizes: see above.
         num_nodes: largest N; None: a tree of all places. Trees never have more nodes than places.
-        compiler: compiles the packing of the trees.
     """
 
     level_sizes: tuple[int, ...]
@@ -109,14 +63,11 @@ class Proposer:
     context_layers: tuple[int, ...] = ()
     reads_every_token: bool = False
 
-    def __init__(
-        self, level_sizes: Sequence[int], num_nodes: int | None = None, compiler: Compiler | None = None
-    ) -> None:
+    def __init__(self, level_sizes: Sequence[int], num_nodes: int | None = None) -> None:
         self.level_sizes = tuple(level_sizes)
         self.max_depth = len(self.level_sizes)
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
-        self._pack = (compiler or Compiler())(pack_nodes)
 
     def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
         """Draft nodes for every row; no two nodes of a row may have the same path.
@@ -137,7 +88,7 @@ class Proposer:
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
-        found = self._pack(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
+        found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
         return found._replace(has_failed_B=has_failed_B)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Compiler, Proposer, RootOnly
+from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.request import (
     IncrementalText,
     Prompt,
@@ -45,7 +45,6 @@ class Engine:
         target, draft_model: the given models.
         drafter: the drafter in use, if there is one.
         plan: the settings in use.
-        compiler: compiles the parts of a step if ``plan.compile`` is on.
 
     Args:
         target: the model that answers.
@@ -77,7 +76,6 @@ class Engine:
         elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)).plans)
         self.plan = plan
-        self.compiler = Compiler(is_on=plan.compile)
         self._sizer = sizer if proposer is None else None
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:
@@ -206,9 +204,9 @@ class Engine:
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
-        self._runner = Runner(self.target, self.plan, num_slots, self.proposer.context_layers, self.compiler)
+        self._runner = Runner(self.target, self.plan, num_slots, self.proposer.context_layers)
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
-        if self.compiler.is_on:
+        if self.plan.compile:
             plain = [] if self.proposer.reads_every_token else [self._plain]
             self._runner.warm_up([self.proposer, *self._by_tree.values(), *plain])
 
@@ -372,12 +370,12 @@ class Engine:
         if drafting.method == "none" or drafting.tree_size == 1:
             return self._plain
         if drafting.method == "lookup":
-            return LookupProposer(drafting, self.target.device, self.compiler)
+            return LookupProposer(drafting, self.target.device)
         if drafting.method == "draft-model":
             assert self.draft_model is not None, "method draft-model without a draft model"
             return DraftModelProposer(self.draft_model, self.target, drafting)
         assert drafter is not None, "method drafter without a drafter"
-        return BeamProposer(drafter, self.target, drafting, self.compiler)
+        return BeamProposer(drafter, self.target, drafting)
 
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""

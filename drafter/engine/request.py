@@ -17,6 +17,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 FinishReason = Literal["stop", "length", "abort"]
 
 _REPLACEMENT = "\ufffd"  # a decoder's output for an unfinished UTF-8 character
+_LONGEST_WINDOW = 8  # tokens that are decoded again with each new one
 
 
 def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
@@ -62,8 +63,9 @@ class IncrementalText:
     """Text of a growing list of token ids.
 
     The text of a list of tokens is not the sum of the texts of the tokens (spaces, byte pieces). So a short window of
-    earlier tokens is decoded together with the new tokens, and the difference is the new text. Text that may become
-    part of a stop string, or that ends within a character, is held back.
+    earlier tokens is decoded together with the new token, and the difference is the new text: one call of the decoder
+    a token, and one more where the window moves on. Text that may become part of a stop string, or that ends within a
+    character, is held back.
 
     Attributes:
         is_stopped: True after a stop string; ``text`` ends before the stop string.
@@ -74,9 +76,9 @@ class IncrementalText:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
-        self._token_ids: list[int] = []
-        self._window_start = 0  # earlier tokens are finished
-        self._window_end = 0  # tokens up to here are in the text
+        self._window: list[int] = []  # the last tokens; earlier ones are finished
+        self._num_known = 0  # tokens of the window that are in the text
+        self._known = ""  # the decoder's text of these tokens
         self._seen = ""  # everything decoded
         self._num_given = 0
         self.ends: list[int] = []
@@ -93,7 +95,7 @@ class IncrementalText:
 
     def push(self, token_id: int) -> None:
         """Add one token."""
-        self._token_ids.append(token_id)
+        self._window.append(token_id)
         self.ends.append(self._advance(is_last=False))
 
     def finish(self) -> None:
@@ -111,11 +113,14 @@ class IncrementalText:
 
     def _advance(self, *, is_last: bool) -> int:
         """Decode the new tokens, and cut the text at the first stop string; the length of the text before the cut."""
-        before = self._decode(self._token_ids[self._window_start : self._window_end])
-        window = self._decode(self._token_ids[self._window_start :])
-        if len(window) > len(before) and (is_last or not window.endswith(_REPLACEMENT)):
-            self._seen += window[len(before) :]
-            self._window_start, self._window_end = self._window_end, len(self._token_ids)
+        text = self._decode(self._window)
+        if len(text) > len(self._known) and (is_last or not text.endswith(_REPLACEMENT)):
+            self._seen += text[len(self._known) :]
+            self._known = text
+            if len(self._window) > _LONGEST_WINDOW:
+                del self._window[: self._num_known]
+                self._known = self._decode(self._window)
+            self._num_known = len(self._window)
         length = len(self._seen)
         cuts = [place for place in map(self._seen.find, self._stop) if place >= 0]
         self.is_stopped = bool(cuts)

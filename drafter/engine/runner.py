@@ -6,6 +6,8 @@ C context size · S slots of a row · R rows with log-probabilities · K listed 
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Compiler, Proposer, RootOnly, RowState
-from drafter.decoding.sampling import STREAM_RESIDUAL, Warp, gumbel_noise, make_warp, pick, warped_log_probs
+from drafter.decoding.proposer import Proposer, RootOnly, RowState
+from drafter.decoding.sampling import STREAM_RESIDUAL, gumbel_noise, make_warp, pick, warped_log_probs
+from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
+from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
@@ -26,7 +30,25 @@ from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
 _NO_PARAMS = SamplingParams()  # of rows without a request
+_WARM_PARAMS = (_NO_PARAMS, SamplingParams(temperature=1.0))  # of the steps that a warm-up records
+_BYTES = 22  # that the host tells the device of a row: an int64, three float32, two flags
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
+
+
+class _Wanted(NamedTuple):
+    """What the requests of a step ask for besides tokens.
+
+    Attributes:
+        row_R: rows with log-probabilities.
+        num_top: likeliest tokens of each position, at least; None: no row has log-probabilities.
+        has_tree: some row shows its tree.
+        has_plain_rows: some row takes no drafts.
+    """
+
+    row_R: Tensor
+    num_top: int | None
+    has_tree: bool
+    has_plain_rows: bool
 
 
 class Runner:
@@ -34,18 +56,15 @@ class Runner:
 
     Args:
         target: the frozen model.
-        plan: its number of rows, acceptance rule and attention.
+        plan: its number of rows, acceptance rule, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
-        compiler: compiles the parts of a step.
 
     Attributes:
         num_failed_drafts: steps that went on without drafts, because the drafts failed.
     """
 
-    def __init__(
-        self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...], compiler: Compiler
-    ) -> None:
+    def __init__(self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...]) -> None:
         self.target = target
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
@@ -54,57 +73,53 @@ class Runner:
         self._is_rejection = plan.verify == "rejection"
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
-        self._root_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._length_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._seed_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        # Root, length, seed and tokens of each row lie side by side, so that a request starts with one copy. One token
+        # more than slots, because the last root follows the last committed token.
+        self._state_BX = torch.zeros(num_rows, 3 + num_slots + 1, dtype=torch.int64, device=device)
+        self._root_B, self._length_B, self._seed_B = self._state_BX[:, :3].unbind(1)
+        self._history_BS = self._state_BX[:, 3:]
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
-        # One entry more than slots, because the last root follows the last committed token.
-        self._history_BS = torch.zeros(num_rows, num_slots + 1, dtype=torch.int64, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
+        self._row_B = torch.arange(num_rows, device=device)
+        # What the host decides, in one buffer of fixed address; graphs read views of it.
         self._params = [_NO_PARAMS] * num_rows
-        self._warps: dict[int, Warp] = {}
-        self._active: tuple[tuple[bool, ...], Tensor] = (), torch.zeros(0)
-        self._compiler = compiler
-        if compiler.is_on:
-            state = (self._root_B, self._length_B, self._context_BC, self._history_BS)
-            compiler.keep(*state, self.cache.keys, self.cache.values)
-        self._ancestors = compiler(ancestors)
-        self._forward_tree = compiler(self._tree_forward)
-        self._accept = compiler(accept_picks)
-        self._commit = compiler(self._commit_rows)
+        self._decided: tuple[list[SamplingParams], list[bool], list[bool]] = [], [], []
+        self._decided_X = torch.zeros(_BYTES * num_rows, dtype=torch.uint8, device=device)
+        ints, floats, flags = self._decided_X.split([8 * num_rows, 12 * num_rows, 2 * num_rows])
+        self._is_active_B, self._is_drafted_B = flags.view(torch.bool).split(num_rows)
+        names = "top_k_B", "temperature_B", "top_p_B", "min_p_B"
+        views = ints.view(torch.int64), *floats.view(torch.float32).split(num_rows)
+        self._warp_views: dict[str, Any] = dict(zip(names, views, strict=True))
+        self._warp = make_warp([])
+        self._graphs = Graphs(is_on=plan.compile)
 
     def visible_slots(self, num_needed: int) -> int:
         """``num_needed`` rounded up to a bucket, at most ``num_slots``; ``num_slots`` for CUDA graphs."""
-        if self._compiler.is_on:
+        if self._graphs.is_on:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
     def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, num_committed: int = 0) -> None:
         """Start a request in a row that holds the first ``num_committed`` tokens; the last prompt token is the root."""
-        self._history_BS[row, : len(prompt_ids)] = torch.tensor(prompt_ids, device=self.target.device)
-        self._root_B[row] = prompt_ids[-1]
-        self._length_B[row] = num_committed
-        self._seed_B[row] = params.signed_seed
+        state_X = torch.tensor([prompt_ids[-1], num_committed, params.signed_seed, *prompt_ids])
+        self._state_BX[row, : len(state_X)] = to_device(self.target.device, state_X)[0]
         self._context_BC[row] = 0
         self._params[row] = params
-        self._warps.clear()
 
     def vacate(self, first_row: int) -> None:
         """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
-        self._length_B[first_row:] = 0
         left = self._params[first_row:]
         if any(params is not _NO_PARAMS for params in left):
+            self._length_B[first_row:] = 0
             self._params[first_row:] = [_NO_PARAMS] * len(left)
-            self._warps.clear()
 
     def move(self, source: int, destination: int, num_slots: int) -> None:
         """Copy a row's first ``num_slots`` slots and its state to another row."""
         self.cache.copy_row(source, destination, num_slots)
-        for state in (self._root_B, self._length_B, self._seed_B, self._context_BC, self._history_BS):
+        for state in (self._state_BX, self._context_BC):
             state[destination] = state[source]
         self._params[destination] = self._params[source]
-        self._warps.clear()
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -115,26 +130,28 @@ class Runner:
         """
         first = chunks[0].request.row
         assert [chunk.request.row for chunk in chunks] == list(range(first, first + len(chunks)))
-        device = self.target.device
         sizes = [chunk.stop - chunk.start for chunk in chunks]
         width = max(sizes)
         tokens = [chunk.request.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
-        token_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids in tokens], device=device)
-        start_B = torch.tensor([chunk.start for chunk in chunks], device=device)
-        size_B = torch.tensor(sizes, device=device)
-        offset_T = torch.arange(width, device=device)
+        token_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids in tokens])
+        start_B = torch.tensor([chunk.start for chunk in chunks])
+        size_B = torch.tensor(sizes)
+        offset_T = torch.arange(width)
         position_BT = start_B[:, None] + offset_T
         # Padding writes to the spare slot, which no query sees.
         slot_BT = torch.where(offset_T < size_B[:, None], position_BT, self.cache.spare_slot)
-        num_visible = self.visible_slots(max(chunk.start for chunk in chunks) + width)
         position_BT = position_BT.clamp_max(self.target.max_length - 1)
+        token_BT, slot_BT, position_BT, last_B, stop_B = to_device(
+            self.target.device, token_BT, slot_BT, position_BT, size_B - 1, start_B + size_B
+        )
+        num_visible = self.visible_slots(max(chunk.start for chunk in chunks) + width)
         slots = Slots(slot_BT, position_BT, None, first, num_visible)
         output = self.target.forward(token_BT, slots, self.cache, self._context_layers)
         span = slice(first, first + len(chunks))
         context_BTC = output.context_BTC
-        last_B11 = (size_B - 1)[:, None, None].expand(-1, 1, context_BTC.shape[2])
+        last_B11 = last_B[:, None, None].expand(-1, 1, context_BTC.shape[2])
         self._context_BC[span] = context_BTC.gather(1, last_B11)[:, 0]
-        self._length_B[span] = start_B + size_B
+        self._length_B[span] = stop_B
 
     @torch.inference_mode()
     def step(self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int) -> list[Update]:
@@ -149,37 +166,52 @@ class Runner:
         Returns:
             All emitted tokens of each request, and what its options ask for.
         """
-        self._compiler.begin_step()
-        decoding = {request.row for request in requests}
-        warp = self._warp(num_rows)
+        self._tell(requests)
+        wanted = self._wanted(requests, num_rows)
+        warp = self._warp._replace(**{name: view_B[:num_rows] for name, view_B in self._warp_views.items()})
         rows = RowState(
             root_B=self._root_B[:num_rows],
             length_B=self._length_B[:num_rows],
             context_BC=self._context_BC[:num_rows],
             history_BS=self._history_BS[:num_rows],
             seed_B=self._seed_B[:num_rows],
-            is_active_B=self._active_rows([row in decoding for row in range(num_rows)]),
+            is_active_B=self._is_active_B[:num_rows],
             warp=warp,
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
-        has_noise = warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
+        key = num_rows, rows.num_visible, rows.warp[4:], wanted[1:]
+        run = partial(self._run, proposer, rows, wanted, is_trial=not requests)
+        words_X, results = self._graphs.run(proposer, key, run)
+        return self._hand_out(words_X, results, requests)
+
+    def _run(
+        self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A step on the device. What it reads besides tensors of fixed addresses is in the key of its graph.
+
+        Returns:
+            The results as packed words, and the results.
+        """
+        has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
-        candidates = self._propose(proposer, rows, noise_BLV, is_trial=not requests)
-        plain_rows = [request.row for request in requests if not request.options.speculate]
-        if plain_rows and proposer.max_depth > 0:
-            candidates = self._without_drafts(candidates, plain_rows)
+        candidates = self._propose(proposer, rows, noise_BLV, is_trial=is_trial)
+        if wanted.has_plain_rows and proposer.max_depth > 0:
+            is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
+            is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
+            candidates = candidates._replace(is_node_BN=is_node_BN)
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
         emitted_BL = accepted.emitted(candidates)
-        results = self._results(candidates, accepted, logits_BNV, emitted_BL, requests)
+        results = self._results(candidates, accepted, logits_BNV, emitted_BL, wanted)
+        words_X = _packed(results)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
-        return self._hand_out(results, requests)
+        return words_X, results
 
     def _propose(self, proposer: Proposer, rows: RowState, noise_BLV: Tensor | None, *, is_trial: bool) -> Candidates:
         """The trees of a step; their roots alone where the drafts fail, because no draft may end an answer."""
         try:
             return proposer.propose(rows, noise_BLV)
         except Exception as error:
-            if is_trial or is_out_of_memory(error):
+            if is_trial or self._graphs.is_recording or is_out_of_memory(error):
                 raise
             self._count_failure(first_line(error))
         candidates = RootOnly(proposer.num_nodes).propose(rows, noise_BLV)
@@ -199,7 +231,7 @@ class Runner:
         accepted: AcceptedPath,
         logits_BNV: Tensor,
         emitted_BL: Tensor,
-        requests: Sequence[Request],
+        wanted: _Wanted,
     ) -> list[Tensor]:
         """What :meth:`_hand_out` reads: whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then,
         where a request asks for them, log-probabilities of the rows that ask, and the trees of all rows.
@@ -207,24 +239,26 @@ class Runner:
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
         results = [torch.cat([failed_B[:, None], number_B[:, None], emitted_BL], dim=1)]
-        num_logprobs = _num_logprobs(requests)
-        if num_logprobs:
-            row_R = self._sent(list(num_logprobs))
+        if wanted.num_top is not None:
+            row_R = wanted.row_R
             # The token emitted at depth d was picked by the target at the path's node of depth d.
             logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)
             picked_RL1 = logprob_RLV.gather(2, emitted_BL[row_R][:, :, None])
-            value_RLK, token_RLK = logprob_RLV.topk(min(max(num_logprobs.values()), logprob_RLV.shape[2]), dim=2)
+            value_RLK, token_RLK = logprob_RLV.topk(min(wanted.num_top, logprob_RLV.shape[2]), dim=2)
             results += [picked_RL1[:, :, 0], token_RLK, value_RLK]
-        if any(request.options.want_tree for request in requests):
+        if wanted.has_tree:
             results += [candidates.token_BN, candidates.parent_BN, candidates.is_node_BN]
             results += [accepted.path_BL, accepted.bonus_B]
         return results
 
-    def _hand_out(self, results: list[Tensor], requests: Sequence[Request]) -> list[Update]:
+    def _hand_out(self, words_X: Tensor, results: list[Tensor], requests: Sequence[Request]) -> list[Update]:
         """The update of each request. Here the host waits for the device, once a step."""
-        lines, *others = (each.tolist() for each in _to_host(results))
+        lines, *others = (each.tolist() for each in _unpack(words_X.cpu(), results))
         logprobs: dict[int, list[TokenLogprob]] = {}
-        for (row, num_top), *columns in zip(_num_logprobs(requests).items(), *others[:3], strict=False):
+        num_logprobs = _num_logprobs(requests)
+        if self._graphs.is_on and num_logprobs:  # which hands out all rows
+            others[:3] = ([column[row] for row in num_logprobs] for column in others[:3])
+        for (row, num_top), *columns in zip(num_logprobs.items(), *others[:3], strict=False):
             logprobs[row] = [
                 TokenLogprob(each, list(zip(*top, strict=True))[:num_top]) for each, *top in zip(*columns, strict=True)
             ]
@@ -241,47 +275,53 @@ class Runner:
         return updates
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
-        """Compile the steps of these proposers for every bucket of rows, with a bar; without a compiler, try each once.
+        """Record the steps of these proposers for every bucket of rows, with a bar; without graphs, try each once.
 
-        The steps have no active row and change nothing. No later step compiles.
+        The steps have no active row and change nothing.
         """
         buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
-        sizes = sorted(buckets) if self._compiler.is_on else [1]
-        work = [(num_rows, proposer) for proposer in dict.fromkeys(proposers) for num_rows in sizes]
-        bar = tqdm(work, desc="Compiling", unit="shape", disable=not self._compiler.is_on)
-        held_B = self._length_B.clone()
+        is_on = self._graphs.is_on
+        sizes, kinds = (sorted(buckets), _WARM_PARAMS) if is_on else ([1], _WARM_PARAMS[:1])
+        work = [(size, each, params) for each in dict.fromkeys(proposers) for size in sizes for params in kinds]
+        held_B, held_params = self._length_B.clone(), self._params
         self._length_B.zero_()  # a running row may be longer than the visible slots
         try:
-            with self._compiler.warming_up():
-                for num_rows, proposer in bar:
-                    for _ in range(3):  # the last of three steps records the CUDA graphs
-                        self.step(proposer, num_rows, [], 0)
+            for num_rows, proposer, params in (bar := tqdm(work, desc="Recording steps", disable=not is_on)):
+                bar.set_postfix_str(f"{num_rows} x {proposer.num_nodes} nodes")
+                self._params = [params] * self.num_rows
+                self.step(proposer, num_rows, [], 0)
         finally:
             self._length_B.copy_(held_B)
+            self._params = held_params
 
-    def _active_rows(self, is_active: Sequence[bool]) -> Tensor:
-        """Flags of the rows that decode, on the device; cached, because the flags seldom change."""
-        if self._active[0] != tuple(is_active):
-            self._active = tuple(is_active), self._sent(is_active)
-        return self._active[1]
+    def _tell(self, requests: Sequence[Request]) -> None:
+        """Bring what the host decides to the device, in one copy, if it has changed."""
+        is_active, is_drafted = [False] * self.num_rows, [False] * self.num_rows
+        for request in requests:
+            is_active[request.row], is_drafted[request.row] = True, request.options.speculate
+        if self._decided == (self._params, is_active, is_drafted):
+            return
+        warp = make_warp(self._params)
+        flags = map(torch.tensor, (is_active, is_drafted))
+        parts = warp.top_k_B, warp.temperature_B, warp.top_p_B, warp.min_p_B, *flags
+        self._decided_X.copy_(to_device(self.target.device, torch.cat([part.view(torch.uint8) for part in parts]))[0])
+        most = warp.max_top_k
+        if self._graphs.is_on and most:  # few numbers, so that few graphs are recorded
+            most = 1 << (most - 1).bit_length()
+        self._warp = warp._replace(max_top_k=most)
+        self._decided = list(self._params), is_active, is_drafted
 
-    def _sent(self, values: Sequence[int]) -> Tensor:
-        """Flags or row numbers on the device, copied without a wait."""
-        device = self.target.device
-        return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-
-    def _without_drafts(self, candidates: Candidates, rows: list[int]) -> Candidates:
-        """The same trees, with padding instead of the drafted nodes of ``rows``."""
-        num_rows = candidates.is_node_BN.shape[0]
-        is_drafted_B = self._sent([row not in rows for row in range(num_rows)])
-        return candidates._replace(
-            is_node_BN=candidates.is_node_BN & (is_drafted_B[:, None] | (candidates.depth_BN == 0))
-        )
-
-    def _warp(self, num_rows: int) -> Warp:
-        if num_rows not in self._warps:
-            self._warps[num_rows] = make_warp(self._params[:num_rows], self.target.device)
-        return self._warps[num_rows]
+    def _wanted(self, requests: Sequence[Request], num_rows: int) -> _Wanted:
+        num_logprobs = _num_logprobs(requests)
+        num_top = max(num_logprobs.values(), default=None)
+        row_R = self._row_B[:num_rows]
+        if num_top is not None:
+            if self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
+                num_top = 1 << (num_top - 1).bit_length() if num_top else 0
+            else:
+                row_R = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
+        has_plain_rows = any(not request.options.speculate for request in requests)
+        return _Wanted(row_R, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
 
     def _noise(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
         """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
@@ -292,7 +332,7 @@ class Runner:
         self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
         """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
-        ancestor_BNN = self._ancestors(candidates.parent_BN, max_depth)
+        ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
         logits_BNV, context_BNC = self._forward_tree(
             candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, rows.num_visible
         )
@@ -302,12 +342,11 @@ class Runner:
             position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
             accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
         else:
-            # Never compiled: rows may combine many filters, and the noise must always have the same bits.
             pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
-            accepted = self._accept(candidates, pick_BN, ancestor_BNN, max_depth)
+            accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, context_BNC
 
-    def _tree_forward(
+    def _forward_tree(
         self,
         token_BN: Tensor,
         depth_BN: Tensor,
@@ -326,7 +365,7 @@ class Runner:
         output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
         return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
 
-    def _commit_rows(
+    def _commit(
         self,
         path_BL: Tensor,
         num_accepted_B: Tensor,
@@ -369,15 +408,15 @@ def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None
     return noise_BLV[row_B1, candidates.depth_BN]
 
 
-def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy integers, flags and float32 of any shapes to the CPU in one transfer; integers and flags become int64."""
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Integers, flags and float32 of any shapes as int64 words, for one transfer."""
     # The bits of a float32 take the lower half of an int64.
     words = [(each.contiguous().view(torch.int32) if each.is_floating_point() else each).long() for each in tensors]
-    return _unpack(torch.cat([word.flatten() for word in words]).cpu(), tensors)
+    return torch.cat([word.flatten() for word in words])
 
 
 def _unpack(words_X: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the shapes of ``like`` from their packed words."""
+    """Tensors of the shapes of ``like`` from their packed words; integers and flags become int64."""
     parts = words_X.split([tensor.numel() for tensor in like])
     return [
         (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)

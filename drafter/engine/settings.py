@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 NO_FILE = "none"  # --tuned none: do not use measured sizes
-TUNED_FILE = "tuned.json"  # the file of `drafter tune` beside a drafter
 
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
 # The settings that a method reads; :func:`_refuse_unused` refuses the others by name.
@@ -66,7 +65,7 @@ class EngineConfig:
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
             off)
         prefill_chunk: prompt tokens per forward (default: 256)
-        compile: compile the steps into CUDA graphs (default: on, where they can be)
+        compile: record the steps as CUDA graphs (default: on, where they can be)
     """
 
     method: Method | None = None
@@ -150,7 +149,7 @@ class Plan(Drafting):
         max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
         enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
         prefill_chunk: prompt tokens per forward.
-        compile: compile the step into CUDA graphs (torch.compile).
+        compile: record the steps as CUDA graphs.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
         max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
         dtype: number format of the step.
@@ -314,6 +313,7 @@ def tuned_path(drafter: str | Path) -> Path:
     Args:
         drafter: folder, hub id, or name of a drafter of the package.
     """
+    from drafter.models.files import TUNED_FILE
     from drafter.targets.home import home_folder
 
     folder = Path(drafter).expanduser()

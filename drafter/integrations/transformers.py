@@ -132,10 +132,11 @@ class DrafterDecoder:
         num_rows, length = input_ids.shape
         if receiver is not None and num_rows > 1:
             raise ValueError(f"a streamer takes one row, not {num_rows}")
-        eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
+        eos, pad = generation_config.eos_token_id, generation_config.pad_token_id
+        stops: list[int] = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
         params = SamplingParams(
             max_new_tokens=generation_config.max_length - length,
-            stop_token_ids=() if eos is None else tuple(eos.tolist()),
+            stop_token_ids=tuple(stops),
             ignore_eos=True,
         )
         if generation_config.do_sample:
@@ -151,7 +152,8 @@ class DrafterDecoder:
         if receiver is not None:
             receiver.end()
         longest = max(map(len, answers))
-        padded = [answer + [0 if pad is None else int(pad)] * (longest - len(answer)) for answer in answers]
+        filling = int(pad if pad is not None else [*stops, 0][0])  # as `generate` pads
+        padded = [answer + [filling] * (longest - len(answer)) for answer in answers]
         return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
 
 

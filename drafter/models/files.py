@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
+TUNED_FILE = "tuned.json"  # of `drafter tune`, beside a drafter
 TOKEN_IDS = "draft_token_ids_R"
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -4,7 +4,6 @@ Shapes: B rows · W beam width (1 at the first step) · L draft length · R draf
 D hidden size · C context size · S slots of history · M drafted nodes · K children of a beam.
 """
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.decoding.proposer import Compiler, Proposer, RowState
+from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
@@ -45,29 +44,24 @@ class BeamProposer(Proposer):
     Two policies choose the nodes of the tree. ``all-nodes`` keeps the N - 1 most probable nodes of all steps, including
     nodes of abandoned beams. ``final-beams`` is the published policy: the W final beams with shared prefixes merged.
 
-    A compiler applies to steps of greedy rows only, because sampled rows combine filters in too many ways.
-
     Args:
         drafter: a trained drafter.
         target: its target.
         drafting: numbers, policy and switches of the search.
-        compiler: compiles the search of greedy rows.
 
     Raises:
         ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer
             tokens than beams.
     """
 
-    def __init__(
-        self, drafter: RecurrentDrafter, target: Target, drafting: Drafting, compiler: Compiler | None = None
-    ) -> None:
+    def __init__(self, drafter: RecurrentDrafter, target: Target, drafting: Drafting) -> None:
         self.width = drafting.beam_width
         self.length = min(drafting.draft_length, drafting.tree_size - 1)  # a tree of N nodes is at most N - 1 deep
         self._drafting = drafting
         has_tail = drafting.copying and drafting.tree_policy == "all-nodes"
         deepest = min(drafting.tree_size - 1, COPY_DEPTH) if has_tail else 0
         levels = (self.width,) * self.length + (1,) * (deepest - self.length)
-        super().__init__(levels, drafting.tree_size, compiler)
+        super().__init__(levels, drafting.tree_size)
         if drafter.draft_token_ids_R.device.type != target.device.type:
             raise ValueError(
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"
@@ -88,9 +82,9 @@ class BeamProposer(Proposer):
         self._index_V[self._token_R] = torch.arange(num_tokens, device=self._token_R.device)
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
-        self._search_greedily: Callable[..., tuple[Tensor, Tensor, Tensor]] = (compiler or Compiler())(self._search)
+        self._native_search: NativeSearch | None = None
         if can_search(drafter, drafting):
-            self._search_greedily = NativeSearch(
+            self._native_search = NativeSearch(
                 drafter, target, self._index_V, self._odds_X, drafting, self.length, self.max_depth
             )
 
@@ -100,7 +94,7 @@ class BeamProposer(Proposer):
         if rows.warp.has_noise:
             columns = self._search(*inputs, rows.warp, noise_BLV if self._drafting.coupled else None)
         else:
-            columns = self._search_greedily(*inputs)
+            columns = (self._native_search or self._search)(*inputs)
         nodes = NodeList(*columns)
         if self._drafting.tree_policy == "final-beams":
             nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_log_probs
+from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Drafting
@@ -66,9 +67,8 @@ class DraftModelProposer(Proposer):
         """Prefill the prompt up to the first root, in chunks."""
         for start in range(0, len(prompt_ids) - 1, _PREFILL_CHUNK):
             stop = min(start + _PREFILL_CHUNK, len(prompt_ids) - 1)
-            token_BT = torch.tensor([prompt_ids[start:stop]], device=self._draft.device)
-            start_B = torch.full((1,), start, device=self._draft.device)
-            self._forward(token_BT, start_B, first_row=row, num_visible=stop)
+            parts = torch.tensor([prompt_ids[start:stop]]), torch.tensor([start])
+            self._forward(*to_device(self._draft.device, *parts), first_row=row, num_visible=stop)
 
     def move(self, source: int, destination: int) -> None:
         """Copy the keys and values of a row."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.decoding.proposer import Compiler, Proposer, RowState
+from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.tree import NodeList
 from drafter.proposers.options import Drafting
 
@@ -86,13 +86,12 @@ class LookupProposer(Proposer):
     Args:
         drafting: number of matches (M, 1 drafts a chain), tokens of each (L), and the longest match that counts.
         device: the target's.
-        compiler: see :class:`Proposer`.
     """
 
-    def __init__(self, drafting: Drafting, device: torch.device, compiler: Compiler | None = None) -> None:
+    def __init__(self, drafting: Drafting, device: torch.device) -> None:
         self.num_matches, self.max_ngram = drafting.num_matches, drafting.max_ngram
         self.length = min(drafting.lookup_length, drafting.tree_size - 1)
-        super().__init__((self.num_matches,) * self.length, drafting.tree_size, compiler)
+        super().__init__((self.num_matches,) * self.length, drafting.tree_size)
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 

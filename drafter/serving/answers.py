@@ -1,8 +1,8 @@
 """Answers: one client's request on the way to the engine, and the API's objects on the way back.
 
 Five kinds of objects stand between HTTP and engine: the body (``protocol``), an :class:`Answer` with a :class:`Choice`
-for each of its texts, and the engine's ``Request`` and ``Update``. A choice makes the entries of ``choices`` on the
-engine's thread; the answer's queue takes the entries to the event loop.
+for each of its texts, the engine's ``Request``, and a :class:`Step` for each of its steps. Steps come from the engine's
+thread; everything here runs on the event loop, which makes text and the entries of ``choices`` while the engine steps.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from drafter.engine.request import Request, StepTree, TokenLogprob, Update
+from drafter.engine.request import FinishReason, IncrementalText, Request, StepTree, TokenLogprob
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
@@ -34,6 +34,10 @@ class Model:
         self._tokenizer = tokenizer
         self._first = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._names: dict[int, str] = {}
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of an answer's tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def name_of(self, token_id: int) -> str:
         """The token's text within a text; U+FFFD stands for bytes that are part of a character."""
@@ -60,8 +64,6 @@ class Model:
 
 class Answer:
     """One client's request: one or more texts for each of its prompts, and one queue of their entries.
-
-    The engine's thread reads the attributes; only the event loop calls the methods.
 
     Args:
         model: the model that answers.
@@ -141,8 +143,27 @@ class Answer:
         }
 
 
+class Step(NamedTuple):
+    """What a step brought to a text, as it was at the step's end: the engine goes on meanwhile.
+
+    Attributes:
+        choice: the text.
+        token_ids: new tokens, a stop token included.
+        num_drafted: leading new tokens that were drafted.
+        finish_reason: of the text's last step.
+        logprobs, tree: where the request asks for them.
+    """
+
+    choice: "Choice"
+    token_ids: list[int]
+    num_drafted: int
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] | None = None
+    tree: StepTree | None = None
+
+
 class Choice:
-    """One text of an answer. Only the engine's thread calls the methods.
+    """One text of an answer.
 
     Text is held back while the text may become part of a stop string or ends within a character
     (:class:`IncrementalText`). The tokens of held text are held back with the text, so that the tokens that a client
@@ -150,38 +171,45 @@ class Choice:
 
     Attributes:
         answer: the answer of the text.
-        request: the engine's request; it must have a text.
+        request: the engine's request. Its stop strings end it, by a text of its own.
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
-        assert request.incremental_text is not None
         self.answer = answer
         self.request = request
         self._index = index
-        self._text = request.incremental_text
+        self._text = IncrementalText(answer.model.text_of, request.params.stop)
         self._shown = ""
+        self._is_finished = False
+        self._num_steps = 0
         self._is_drafted: list[bool] = []
         self._logprobs: list[TokenLogprob] = []
         self._num_released = 0
 
-    def take(self, update: Update) -> dict[str, Any] | None:
+    def take(self, step: Step) -> dict[str, Any] | None:
         """The entry of a step: the new text and tokens that may be shown now; None where there is nothing to show.
 
         An answer that is no stream has one entry for each text, at the end.
         """
         request, body = self.request, self.answer.body
-        assert request.finish_reason != "abort"
-        self._logprobs += update.logprobs or []
-        num_drafted = request.num_accepted[-1]
-        self._is_drafted += [place < num_drafted for place in range(len(update.token_ids))]
-        if not (body.stream or request.is_finished):
+        assert step.finish_reason != "abort"
+        self._logprobs += step.logprobs or []
+        self._is_drafted += [place < step.num_drafted for place in range(len(step.token_ids))]
+        self._num_steps += 1
+        self._is_finished = step.finish_reason is not None
+        for token_id in step.token_ids:
+            if token_id not in request.stop_ids:
+                self._text.push(token_id)
+        if self._is_finished:
+            self._text.finish()
+        if not (body.stream or self._is_finished):
             return None
         fresh = self._text.take()
         self._shown += fresh
         places = self._release()
-        if not (fresh or places or request.is_finished or update.tree):
+        if not (fresh or places or self._is_finished or step.tree):
             return None
-        entry: dict[str, Any] = {"index": self._index, "finish_reason": request.finish_reason, "logprobs": None}
+        entry: dict[str, Any] = {"index": self._index, "finish_reason": step.finish_reason, "logprobs": None}
         if isinstance(body, CompletionRequest):
             entry["text"] = fresh
         elif body.stream:
@@ -192,7 +220,7 @@ class Choice:
             as_json = self._chat_logprobs if isinstance(body, ChatRequest) else self._completion_logprobs
             entry["logprobs"] = as_json(places)
         if body.details:
-            entry["details"] = self._details(places, update.tree)
+            entry["details"] = self._details(places, step.tree)
         if body.return_token_ids:  # where clients of vLLM and SGLang look for them
             entry |= {"prompt_token_ids": request.prompt_ids, "token_ids": request.token_ids}
         return entry
@@ -237,7 +265,7 @@ class Choice:
         These tokens wait for the next token with text, or for the end of the text.
         """
         ends, shown, start = self._text.ends, len(self._shown), self._num_released
-        if not self.request.is_finished:
+        if not self._is_finished:
             for place in range(start, len(ends)):
                 if ends[place] > shown:
                     break
@@ -256,8 +284,8 @@ class Choice:
         details = {
             # A token within a character has no text.
             "tokens": [(self._shown[self._start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
-            "num_tokens": len(self.request.token_ids),
-            "num_target_forwards": self.request.num_target_forwards,
+            "num_tokens": len(self._is_drafted),
+            "num_target_forwards": self._num_steps,
         }
         if tree is not None:
             name_of = self.answer.model.name_of

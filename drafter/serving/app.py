@@ -183,7 +183,10 @@ class Server:
         make = self.worker.engine.make_request
         places = itertools.product(prompts, range(body.n))
         try:
-            return [make(ids, replace(params, seed=_seed(body, choice)), options) for ids, choice in places]
+            return [
+                make(ids, replace(params, seed=_seed(body, choice)), options, want_text=bool(body.stops))
+                for ids, choice in places
+            ]
         except ValueError as error:
             code = "context_length_exceeded" if "context" in str(error) else None
             raise ApiError(400, str(error), code=code) from error

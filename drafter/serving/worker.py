@@ -1,7 +1,8 @@
-"""Worker: the engine on its own thread. Answers join and leave between steps; their entries go back to the event loop.
+"""Worker: the engine on its own thread. Answers join and leave between steps; their tokens go back to the event loop.
 
 Only the engine's thread uses the engine, except that the event loop makes requests. The event loop sends commands
-through a queue and counts open texts. The engine's thread posts all entries of a step in one callback.
+through a queue and counts open texts. The engine's thread posts what a step brought to all texts in one callback, in
+which the event loop makes text and entries.
 """
 
 import asyncio
@@ -11,11 +12,11 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -23,7 +24,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Update
 from drafter.engine.runner import is_out_of_memory
 from drafter.models.drafter import RecurrentDrafter
-from drafter.serving.answers import Answer, Choice
+from drafter.serving.answers import Answer, Choice, Step
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import TRY_LATER, ApiError
 from drafter.serving.record import Recorder, traffic_row
@@ -65,7 +66,7 @@ class Worker:
     # -- on the event loop -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread. Entries go to the event loop that runs now."""
+        """Start the thread. Steps go to the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
         self.ended = asyncio.create_task(self._work())
 
@@ -148,7 +149,7 @@ class Worker:
             _log.exception("the engine has ended by an error")
             self.state = "dead"
             error = ApiError(500, "the engine has ended by an error")
-        self._deliver([(answer, error) for answer in self._answers])
+        self._fail(self._answers, error)
 
     def _seconds_to_wait(self, num_texts: int) -> int:
         """Estimated seconds until further texts get rows, from the durations of the last texts."""
@@ -156,9 +157,25 @@ class Worker:
         num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
         return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
 
-    def _deliver(self, entries: Sequence[tuple[Answer, dict[str, Any] | ApiError]]) -> None:
-        for answer, entry in entries:
-            answer.put(entry)
+    def _deliver(self, steps: Sequence[Step]) -> None:
+        """Make the entries of a step, for clients who wait."""
+        for step in steps:
+            answer = step.choice.answer
+            if answer not in self._answers:
+                continue
+            try:
+                entry = step.choice.take(step)
+            except Exception as error:  # of a stranger's decoder: the other answers go on
+                _log.error("an answer's text failed", exc_info=error)
+                self._fail([answer], ApiError(500, "an internal error ended this answer"))
+            else:
+                if entry is not None:
+                    answer.put(entry)
+
+    @staticmethod
+    def _fail(answers: Iterable[Answer], error: ApiError) -> None:
+        for answer in answers:
+            answer.put(error)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
@@ -191,28 +208,26 @@ class Worker:
     def _step(self) -> None:
         started = time.perf_counter()
         try:
-            entries = list(self._entries(self.engine.step()))
+            steps = [self._step_of(update) for update in self.engine.step()]
         except Exception as error:
             # Any error of a step may fail only the requests of that step.
             self._recover(error)
             return
         self._metrics.step_seconds.observe(time.perf_counter() - started)
-        if entries:
-            self._loop.call_soon_threadsafe(self._deliver, entries)
+        if steps:
+            self._loop.call_soon_threadsafe(self._deliver, steps)
 
-    def _entries(self, updates: list[Update]) -> Iterator[tuple[Answer, dict[str, Any]]]:
-        """The entries of a step with their answers."""
-        for update in updates:
-            request = update.request
-            choice = self._choices[request.request_id]
-            self._count(choice.answer.arrived, update)
-            if request.is_finished:
-                del self._choices[request.request_id]
-                if self._recorder is not None and choice.answer.body.record:
-                    self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
-            entry = choice.take(update)
-            if entry is not None:
-                yield choice.answer, entry
+    def _step_of(self, update: Update) -> Step:
+        """Count an update, and let a finished text go."""
+        request = update.request
+        choice = self._choices[request.request_id]
+        self._count(choice.answer.arrived, update)
+        if request.is_finished:
+            del self._choices[request.request_id]
+            if self._recorder is not None and choice.answer.body.record:
+                self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
+        drafted, reason = request.num_accepted[-1], request.finish_reason
+        return Step(choice, update.token_ids, drafted, reason, update.logprobs, update.tree)
 
     def _recover(self, error: Exception) -> None:
         """Fail the answers of a failed step, or their later half when memory ran out, and go on."""
@@ -232,7 +247,7 @@ class Worker:
             dropped = set(self._choices)
         failed = {self._choices[request_id].answer for request_id in dropped & self._choices.keys()}
         self._drop(failed)
-        self._loop.call_soon_threadsafe(self._deliver, [(answer, failure) for answer in failed])
+        self._loop.call_soon_threadsafe(self._fail, failed, failure)
         if is_memory:
             # The traceback holds the frames of the step and with them its tensors.
             error.__traceback__ = None

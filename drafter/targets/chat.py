@@ -139,6 +139,14 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
         worker.close()
 
 
+class ProcessEnded(ValueError):
+    """The process of a :class:`Worker` has ended: at a limit (``is_limit``), or by itself or a signal."""
+
+    def __init__(self, message: str, *, is_limit: bool) -> None:
+        super().__init__(message)
+        self.is_limit = is_limit
+
+
 class Worker:
     """A fork of this process that computes one function, with the limits above for each item.
 
@@ -155,7 +163,7 @@ class Worker:
         self._child = self._writing = self._reading = -1
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """``[function(item) for item in items]`` (ValueError: of the function, or a limit was reached)."""
+        """``[function(item) for item in items]`` (ValueError of the function; ProcessEnded)."""
         if not items or not sys.platform.startswith("linux"):
             return [self._function(item) for item in items]
         if self._child < 0:
@@ -177,11 +185,10 @@ class Worker:
             return [answer["value"] for answer in answers]
         status = self.close()
         if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
-            raise ValueError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory")
+            raise ProcessEnded(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", is_limit=True)
         is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-        raise ValueError(
-            f"{self._what} {f'took longer than {MAX_SECONDS:g} seconds' if is_late else 'ended its process'}"
-        )
+        reason = f"took longer than {MAX_SECONDS:g} seconds" if is_late else "ended its process"
+        raise ProcessEnded(f"{self._what} {reason}", is_limit=is_late)
 
     def __del__(self) -> None:
         self.close()
@@ -217,7 +224,8 @@ def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn
     """Answer lists of items until the parent ends, in the forked process."""
     faulthandler.disable()  # the end of this process is expected
     try:
-        for number in (signal.SIGPROF, signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may have answers to finish
+        for number in (signal.SIGPROF, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # the end of this process, within C as well
         for first, last in ((3, min(asked, answered)), (min(asked, answered) + 1, max(asked, answered))):
             os.closerange(first, last)

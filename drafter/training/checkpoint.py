@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from drafter.integrations.hub import CUSTOM_GENERATE
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.models.files import WEIGHTS
+from drafter.models.files import TUNED_FILE, WEIGHTS
 from drafter.training.options import DrafterOptions
 from drafter.utils.io import check_output_folder, first_line, recover, replacing
 from drafter.utils.parse import read_json_object, validated
@@ -26,8 +26,7 @@ from drafter.utils.provenance import write_run_record
 
 # Prefix of the drafter's tensors in the state dict of DrafterModule.
 PREFIX = "drafter."
-# Files of an exported drafter, and files that `drafter tune` adds.
-TUNED_FILE = "tuned.json"
+# Files of an exported drafter, and the file that `drafter tune` adds.
 _OUTPUTS = ("config.json", WEIGHTS, "README.md", "run.json", "custom_generate", TUNED_FILE)
 _CARD = """---
 library_name: drafter

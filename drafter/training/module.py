@@ -115,14 +115,19 @@ class DrafterModule(LightningModule):
 
     def configure_model(self) -> None:
         """Load the target, choose the draft vocabulary, measure the scales, make the drafter."""
-        if hasattr(self, "drafter"):
-            return
+        # Lightning makes the accelerator the default device, also of tensors that belong to the host.
+        with torch.device("cpu"):
+            if not hasattr(self, "drafter"):
+                self._configure()
+
+    def _configure(self) -> None:
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
         target = self._make_target(self.trainer.strategy.root_device, self.trainer.num_devices)
-        self.drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
+        drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
+        self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
         teacher = Teacher(target, ids_R.to(target.device), dtype)

@@ -8,7 +8,7 @@ a call ends with a checked reply or with one of
     OSError       no connection, or no whole answer in time
     ValueError    an answer that is no completion, or larger than the limit
 
-Use ``Client(url).complete(path, body)``, ``.get(address)`` and ``.model_card(model)``, from any thread.
+Use ``Client(url).complete(path, body)`` from any thread.
 """
 
 import asyncio
@@ -55,11 +55,9 @@ class Client:
 
     Attributes:
         url: address, such as http://host:8000 or https://host/v1.
-        flag: the flag of the address, for errors.
     """
 
     url: str
-    flag: str = "--endpoint"
     _wants_ids = True  # False after a server that refuses the field for token ids
 
     def __post_init__(self) -> None:
@@ -71,22 +69,18 @@ class Client:
             parts = httpx.URL()
         if parts.userinfo:  # results and records of runs would show them
             raise ValueError(
-                f"{self.flag} holds a user name or a password: give the address alone, and a key as OPENAI_API_KEY"
+                "--endpoint holds a user name or a password: give the address alone, and a key as OPENAI_API_KEY"
             )
         if parts.scheme not in ("http", "https") or not parts.host:
             raise ValueError(
-                f"{self.flag} {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
+                f"--endpoint {printable(self.url)!r} must be an http or https address, such as http://host:8000/v1"
             )
         key_header()
 
-    @property
-    def root(self) -> str:
-        """The address without /v1."""
-        return self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-
     def address(self, path: str) -> str:
         """The address of a path below /v1."""
-        return f"{self.root}/v1/{path}"
+        root = self.url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+        return f"{root}/v1/{path}"
 
     def complete(self, path: str, body: Mapping[str, Any]) -> "Reply":
         """The answer of ``chat/completions`` or ``completions``, with token ids where the server gives them.
@@ -99,35 +93,13 @@ class Client:
         wants_ids = self._wants_ids
         content = json.dumps({**body, _IDS: True} if wants_ids else body).encode()
         try:
-            data = asyncio.run(_exchange("POST", self.address(path), content))
+            data = asyncio.run(_post(self.address(path), content))
         except ServerError as error:
             if not (wants_ids and error.code in (400, 422) and _IDS in error.reason):
                 raise
             self._wants_ids = False
             return self.complete(path, body)
         return validated(Reply, data, "the reply is no completion")
-
-    def get(self, address: str) -> bytes:
-        """The content at a whole address; errors as of :meth:`complete`."""
-        return asyncio.run(_exchange("GET", address))
-
-    def model_card(self, model: str | None = None) -> dict[str, str]:
-        """``id`` and ``owned_by`` of a model in the server's list; None: the first model.
-
-        Raises:
-            ValueError: the server does not answer, or lists no such model.
-        """
-        try:
-            cards = validated(_Cards, self.get(self.address("models")), "no list of models").data
-        except OSError as error:
-            raise ValueError(f"{self.flag} {self.url}: the server does not answer ({error})") from error
-        except (ServerError, ValueError) as error:
-            raise ValueError(f"{self.flag} {self.url} lists no models: {error}") from error
-        names = [card.id for card in cards]
-        if not names or (model is not None and model not in names):
-            shown = printable(", ".join(names)) or "nothing"
-            raise ValueError(f"--model {model} is not served at {self.url}: it serves {shown}")
-        return cards[names.index(model) if model is not None else 0].model_dump()
 
 
 def key_header() -> dict[str, str]:
@@ -149,8 +121,8 @@ def _certificates() -> Any:
     return httpx.create_ssl_context()  # takes 20 ms
 
 
-async def _exchange(method: str, address: str, content: bytes | None = None) -> bytes:
-    """Send a request with a body of JSON or none; the bytes of the answer, within the limits of time and size."""
+async def _post(address: str, content: bytes) -> bytes:
+    """Send JSON; the bytes of the answer, within the limits of time and size."""
     import httpx
 
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"} | key_header()
@@ -160,7 +132,7 @@ async def _exchange(method: str, address: str, content: bytes | None = None) -> 
         async with (
             asyncio.timeout(_SECONDS),
             httpx.AsyncClient(follow_redirects=False, timeout=limits, verify=_certificates()) as http,
-            http.stream(method, address, content=content, headers=headers) as response,
+            http.stream("POST", address, content=content, headers=headers) as response,
         ):
             is_success = response.status_code == httpx.codes.OK
             most = MAX_REPLY_BYTES if is_success else _ERROR_BYTES
@@ -230,7 +202,6 @@ class Reply(BaseModel):
         num_tokens: tokens of the answer; 0 if the server does not count.
         prompt_ids, token_ids: empty if the server gives no token ids; at least 0, perhaps outside a vocabulary.
         logprobs: natural logarithm of the probability of each token of a completion; empty if the server gives none.
-        details: what `drafter serve` says of the answer's drafts, unchecked; None from other servers.
     """
 
     model_config = ConfigDict(strict=True)
@@ -241,19 +212,8 @@ class Reply(BaseModel):
     prompt_ids: _Ids = _at([], AliasPath("prompt_token_ids"), _choice("prompt_token_ids"))
     token_ids: _Ids = _at([], _choice("token_ids"), _choice("response_token_ids"))  # older SGLang
     logprobs: Annotated[list[_Logprob], FailFast(), _null_is([])] = _at([], _choice("logprobs", "token_logprobs"))
-    details: Any = _at(None, _choice("details"))
 
     @property
     def has_parts(self) -> bool:
         """Whether the server separated reasoning (by vLLM's name or SGLang's) or tool calls from the text."""
         return any(self.message.get(name) for name in ("reasoning", "reasoning_content", "tool_calls"))
-
-
-class _Card(BaseModel):
-    model_config = ConfigDict(strict=True)
-    id: str = Field(min_length=1)
-    owned_by: _Text = ""
-
-
-class _Cards(BaseModel):
-    data: Annotated[list[_Card], FailFast()]

@@ -6,7 +6,6 @@ that names the file, in a time and a memory that the limits bound.
 
 import re
 from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -15,8 +14,6 @@ from drafter.utils.io import printable
 MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is the largest
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
 MAX_LINE_MIB = 16  # a row of data: a million token ids as JSON take 8
-MAX_DEPTH = 64  # lists and mappings of YAML within each other
-MAX_ITEMS = 1_000_000  # values of a YAML file, where an alias counts as often as it is used
 MAX_INTEGER = 2**64
 
 _JSON_PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?P<quote>"?)|[][{}]', re.DOTALL)  # a string, or a bracket
@@ -58,7 +55,7 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file; errors as of :func:`read_json`, and for aliases that repeat more than the limits."""
+    """The value of a YAML file; errors as of :func:`read_json`, and for aliases."""
     return parse_yaml(_read_bytes(path, MAX_YAML_BYTES), str(path))
 
 
@@ -66,30 +63,27 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
     """The value of YAML text, within the limits; ``where`` is for messages."""
     import yaml
 
+    class Loader(yaml.SafeLoader):  # in Python: the parser in C follows deep brackets until its stack is full
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # ten lines of aliases may stand for a billion values
+                raise yaml.YAMLError("an alias (*NAME): write the value again")
+            return super().compose_node(parent, index)
+
+        def construct_yaml_int(self, node: Any) -> int:
+            if abs(number := int(super().construct_yaml_int(node))) > MAX_INTEGER:
+                raise yaml.YAMLError(f"a number is beyond the limit of {MAX_INTEGER:,}")
+            return number
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
-        # The parser in Python: the one in C follows deep brackets until its stack is full.
-        found = yaml.load(text, Loader=yaml.SafeLoader)  # noqa: S506
+        return yaml.load(text, Loader=Loader)  # noqa: S506
     except RecursionError as error:
-        raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels") from error
+        raise ValueError(f"{where}: nested too deep") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: broken YAML ({' '.join(str(error).split())})") from error
     except Exception as error:
         # Values with a tag of the wrong kind, such as `!!int ""`, raise errors of any type.
         raise ValueError(f"{where}: broken YAML (a value does not fit its tag: {error})") from error
-    # Shared parts count each time, so that aliases cannot multiply.
-    level, depth, num_items = [found], 1, 1
-    while level:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{where}: nested deeper than {MAX_DEPTH} levels")
-        if num_items > MAX_ITEMS:
-            raise ValueError(f"{where}: more than {MAX_ITEMS:,} values, those of aliases included")
-        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in level):
-            raise ValueError(f"{where}: a number is beyond the limit of {MAX_INTEGER:,}")
-        holders = (item for item in level if isinstance(item, dict | list))
-        parts = chain.from_iterable(item.values() if isinstance(item, dict) else item for item in holders)
-        level = list(islice(parts, MAX_ITEMS + 1))
-        depth, num_items = depth + 1, num_items + len(level)
-    return found
 
 
 def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:

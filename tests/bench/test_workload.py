@@ -26,9 +26,8 @@ def test_rows_of_every_form_become_prompts(tmp_path: Path) -> None:
     assert workload.name == "mine" and workload.categories == ["math"]
     assert len({Workload("w", (item,)).digest for item in (*workload.items, Item("", asked("one")))}) == 6
     assert workload.items[0] == Item("math", asked("one")) and workload.items[1] == Item("", asked("hello"))
-    assert workload.items[2].request() == ("chat/completions", {"messages": [*chat, *asked("and")]})
-    assert workload.items[3].request() == ("completions", {"prompt": "once upon"})
-    assert workload.items[4].request() == ("completions", {"prompt": [5, 6]})
+    assert workload.items[2].messages == (*chat, *asked("and"))
+    assert workload.items[3:] == (Item("", text="once upon"), Item("", token_ids=(5, 6)))
 
 
 @pytest.mark.parametrize("row", [{"turns": ["", "two"]}, {"prompt": "x", "category": 3}])

@@ -47,7 +47,7 @@ def test_what_cannot_be_is_refused_in_one_line(target: str, prompts: str, tmp_pa
 
 
 def test_a_report_replaces_its_own_file_alone(tmp_path: Path, refused: Refused) -> None:
-    results = Path(__file__).resolve().parents[2] / "docs" / "results" / "peers-cpu.jsonl"
+    results = Path(__file__).resolve().parents[2] / "docs" / "results" / "peers-cpu-zen5.jsonl"
     words = ["bench", "report", str(results), "--out", str(tmp_path)]
     (tmp_path / "report.md").write_text("# My notes\n")
     refused(words, "report.md exists and no earlier run wrote it")

@@ -1,6 +1,7 @@
 """The commands as a whole: help without torch, precedence of every key, configurations, errors, exit codes."""
 
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from safetensors import SafetensorError
 
+import drafter
 import drafter.cli.main as cli
 from drafter.cli.main import COMMANDS, load_command, main, options_class
 from drafter.utils.options import Options, _parser, _plain, _texts
@@ -26,7 +28,7 @@ assert main(["--help"]) == 0
 for name in COMMANDS:
     assert main([*name.split(), "--help"]) == 0, name
 import drafter.engine.scheduler, drafter.engine.request, drafter.serving.protocol
-import drafter.bench.workload, drafter.bench.results, drafter.bench.report, drafter.bench.load
+import drafter.bench.workload, drafter.bench.results, drafter.bench.report
 heavy = {"torch", "transformers", "lightning", "datasets", "numpy", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -37,6 +39,12 @@ def test_help_of_every_command_and_the_light_files_load_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"drafter {name}" in done.stdout
+
+
+def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="^drafter needs .*WSL on Windows$"):
+        runpy.run_path(str(drafter.__file__))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,9 +93,3 @@ def rows_of(texts: Sequence[Sequence[int]], *, num_slots: int = 64) -> RowState:
         warp=make_warp([SamplingParams()] * len(texts)),
         num_visible=num_slots,
     )
-
-
-def trace_only(patch: pytest.MonkeyPatch) -> None:
-    """Compile the parts of a step without CUDA: they are traced as for a GPU, and run without graphs."""
-    compile = torch.compile
-    patch.setattr(torch, "compile", lambda part, **given: compile(part, **{**given, "mode": None, "backend": "eager"}))

@@ -58,6 +58,12 @@ def test_any_tokens_give_the_decoders_text_in_the_end(token_ids: list[int]) -> N
     assert len(text.ends) == len(token_ids) and text.ends == sorted(text.ends)
 
 
+def test_a_token_is_decoded_about_once() -> None:
+    sizes: list[int] = []
+    push_all(IncrementalText(lambda ids: (sizes.append(len(ids)), decode(ids))[1]), encode("the sea is salty. " * 20))
+    assert len(sizes) < 1.2 * len(encode("the sea is salty. " * 20)) and max(sizes) <= 9
+
+
 @settings(max_examples=200, deadline=None)
 @given(_TEXTS, st.lists(st.text(alphabet=st.sampled_from("ab the#é"), min_size=1, max_size=4), max_size=3))
 @example("ababac", ["abac"])

@@ -42,6 +42,21 @@ def test_chat_is_the_targets_own_answer_whole_and_streamed(idle: Live) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in chat(idle, stream=True)), "unless asked"
 
 
+def test_the_engines_thread_makes_no_text_and_a_failing_decoder_ends_its_answer_alone(
+    idle: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(idle.server.worker.engine.target, "decode", refuse)
+    wanted = chat(idle).choices[0].message.content
+    with monkeypatch.context() as within:
+        within.setattr(idle.server.model, "text_of", refuse)
+        with pytest.raises(openai.InternalServerError, match="an internal error"):
+            chat(idle)
+    assert chat(idle).choices[0].message.content == wanted
+
+
 def test_several_prompts_and_choices_in_order(idle: Live) -> None:
     prompts = ["one two", "three four", "five six"]
     fields = {"max_tokens": 10, "temperature": 0.9, "seed": 5, "n": 2}

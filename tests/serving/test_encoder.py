@@ -10,6 +10,7 @@ import pytest
 
 from drafter.serving.encoder import Encoder
 from drafter.serving.protocol import ApiError
+from drafter.targets import chat
 from drafter.targets.chat import Chat, encode_chat, encode_text, escaped
 from tests.data.tiny import CHAT_TEMPLATE, END, USER, tiny_tokenizer
 
@@ -41,7 +42,7 @@ def turns(text: str) -> Chat:
     return Chat([{"role": "user", "content": text}])
 
 
-def test_hostile_templates_fail_alone() -> None:
+def test_hostile_templates_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(encoder: Encoder) -> None:
         assert await encoder.encode(turns("fine"))
         for word, fragment in (("divide", "ZeroDivisionError"), ("raise", "no such turns"), ("memory", "memory")):
@@ -56,7 +57,8 @@ def test_hostile_templates_fail_alone() -> None:
         assert found.value.status_code == 400
         assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next").messages, "tiny")
 
-    run(test, seconds=1.0)
+    monkeypatch.setattr(chat, "MAX_SECONDS", 1.0)
+    run(test)
 
 
 def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next() -> None:
@@ -67,7 +69,7 @@ def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next() -> 
         assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
         hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.2)
-        os.kill(encoder._process.pid, signal.SIGKILL)
+        os.kill(encoder._worker._child, signal.SIGKILL)
         with pytest.raises(ApiError) as found:
             await hanging
         assert found.value.status_code == 503
@@ -96,7 +98,7 @@ def test_special_tokens_of_clients_are_escaped_where_asked_for() -> None:
 @pytest.mark.parametrize(
     "template", ["{% if %}", "{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}"]
 )
-def test_a_template_that_never_works_costs_no_client_its_time(template: str) -> None:
+def test_a_template_that_never_works_costs_no_client_its_time(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one takes seconds to fail, under the one lock."""
 
     async def test(encoder: Encoder) -> None:
@@ -110,4 +112,5 @@ def test_a_template_that_never_works_costs_no_client_its_time(template: str) -> 
         assert not asked, "the start has seen it"
         assert await encoder.encode("a text") == encode_text(tiny_tokenizer(), "a text")
 
-    run(test, template=template, seconds=1.0)
+    monkeypatch.setattr(chat, "MAX_SECONDS", 1.0)
+    run(test, template=template)

@@ -1,7 +1,6 @@
 """The committed table of architectures holds."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -33,7 +32,5 @@ def test_the_table_holds(model_type: str) -> None:
 def test_the_page_counts_what_the_table_holds() -> None:
     page = (ROOT / "docs" / "interop.md").read_text()
     counts = Counter(verdicts().values())
-    for verdict in ("identical", "refused", "broken", "not built"):
-        assert re.search(rf"^\| {verdict}\b.*\| {counts[verdict]} \|$", page, re.MULTILINE), verdict
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"each of {counts.total()} types" in readme
+    counted = f"{counts['identical']} types are identical, {counts['refused']} refused, none broken"
+    assert f"{counted}, {counts['not built']} not built" in " ".join(page.split())

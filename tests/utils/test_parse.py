@@ -15,11 +15,6 @@ from drafter.data.formats import Row
 from drafter.engine.tuned import RowPlan, TunedSizes
 from drafter.utils.parse import parse_json, parse_yaml, read_json, read_json_object, read_yaml, validated
 
-BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
-    f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
-    for before, name in zip("abcdefghij", "bcdefghijk", strict=True)
-)
-
 
 @pytest.mark.parametrize(
     ("read", "text", "words"),
@@ -28,11 +23,11 @@ BOMB = "a: &a [1,2,3,4,5,6,7,8,9]\n" + "".join(
         (read_json, "1" * 5000, "out of range"),
         (read_json, '"\\ud800"', "hex escape"),
         (read_json_object, "[1]", "must be a JSON object"),
-        (read_yaml, "a: &a [*a]", "nested deeper"),
-        (read_yaml, BOMB, "more than"),
+        (read_yaml, "a: &a [*a]", "alias"),
+        (read_yaml, "[" * 5000, "nested too deep"),
+        (read_yaml, "a: 1" + "0" * 400, "beyond the limit"),
         (read_yaml, "a: !!python/object/apply:os.system [ls]", "broken YAML"),
         (read_yaml, "a: " + "9" * 5000, "broken YAML"),
-        (read_yaml, "a: 1" + "0" * 400, "beyond the limit"),
     ],
 )
 def test_files_beyond_the_limits(read: Any, text: str, words: str, tmp_path: Path) -> None:
@@ -78,7 +73,7 @@ def test_a_list_ends_at_its_first_fault(kind: Any, name: str) -> None:
 
 def test_what_is_within_the_limits_is_read() -> None:
     assert parse_json(b'\xef\xbb\xbf{"a": 18446744073709551616}', "here") == {"a": 2**64}
-    assert parse_yaml("base: &base {a: 1}\nmore: {<<: *base, b: [*base, *base]}", "here")["more"]["b"] == [{"a": 1}] * 2
+    assert parse_yaml("a: &name {b: [1, 2]}", "here") == {"a": {"b": [1, 2]}}
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,0 +1,77 @@
+"""CUDA graphs of whole steps: a step that was seen before is one launch."""
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from drafter.utils.io import first_line
+
+_log = logging.getLogger(__name__)
+_MOST_GRAPHS = 64  # of one owner; sampled rows combine filters in many ways
+T = TypeVar("T")
+
+
+class Graphs:
+    """Records functions as CUDA graphs at their first calls, and replays them afterwards.
+
+    Attributes:
+        is_recording: nothing that is launched now runs.
+
+    A recorded function reads tensors that keep their addresses, and returns tensors whose content holds until the next
+    call. All graphs share one pool of memory: only one of them runs at a time, in the thread that calls, whichever that
+    is. The graphs of an owner go with the owner.
+
+    Args:
+        is_on: False: every function runs as it is.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self.is_recording = False
+        self._by_owner: WeakKeyDictionary[Any, dict[Hashable, Callable[[], Any] | None]] = WeakKeyDictionary()
+        if is_on and torch.cuda.is_available():
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def run(self, owner: object, key: Hashable, function: Callable[[], T]) -> T:
+        """The result of a function without arguments.
+
+        Args:
+            owner: lives as long as the graph is of use, and is no part of the function's results.
+            key: everything that the function reads besides the numbers in tensors.
+            function: launches kernels, and waits for nothing.
+        """
+        if not self.is_on:
+            return function()
+        graphs = self._by_owner.setdefault(owner, {})
+        if key in graphs:
+            graphs[key] = replay = graphs.pop(key)  # the latest used stands last
+            return function() if replay is None else replay()
+        result = function()  # sets up what a recording may not: handles of libraries, kernels
+        if len(graphs) == _MOST_GRAPHS:
+            del graphs[next(iter(graphs))]
+        self.is_recording = True
+        try:
+            graphs[key] = self._record(function)
+        except Exception as error:  # a recording runs nothing: the step goes on as it is
+            _log.warning("a step is no CUDA graph: %s", first_line(error))
+            graphs[key] = None
+        finally:
+            self.is_recording = False
+        return result
+
+    def _record(self, function: Callable[[], T]) -> Callable[[], T]:
+        """A function that replays the graph of ``function``."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate and copy meanwhile: a drafter is loaded while the engine runs. The outer context
+        # restores the stream even if the recording fails.
+        with torch.cuda.stream(self._stream), torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
+            result = function()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay

@@ -1,0 +1,254 @@
+"""Launches, copies, waits and graphs of steps, of admissions and of swaps of the drafter. Counts are limits."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import drafter.engine.engine as engine_module
+from drafter.decoding.params import SamplingParams
+from drafter.engine import runner
+from drafter.engine.engine import Engine
+from drafter.engine.request import RequestOptions
+from drafter.engine.settings import Plan
+from drafter.serving.answers import Answer, Model
+from drafter.serving.metrics import Metrics
+from drafter.serving.protocol import CompletionRequest
+from drafter.serving.worker import Worker
+from tests.accelerator.cuda.device import counted, counts
+from tests.accelerator.cuda.models import EIGHT_B, TINY, drafter_of, target_of
+from tests.data.tiny import tiny_tokenizer
+
+GREEDY = SamplingParams(max_new_tokens=300, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
+FILTERED = replace(GREEDY, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=4)
+PLAN = Plan(
+    method="drafter", max_num_seqs=4, max_model_len=512, compile=True, beam_width=4, draft_length=3, tree_size=8
+)
+
+
+@pytest.fixture(autouse=True)
+def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps hand out one token, 5, because what the device computes is garbage."""
+    unpack = runner._unpack
+
+    def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results = unpack(torch.zeros_like(words_X), like)
+        results[0][:, 0], results[0][:, 1:] = 1, 5
+        if len(results) > 5:
+            results[-3].fill_(1)  # all places of the trees are nodes
+        return results
+
+    monkeypatch.setattr(runner, "_unpack", unpacked)
+    monkeypatch.setattr(engine_module, "check_drafts", lambda *given: None)  # garbage is not finite
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    target = target_of(TINY)
+    engine = Engine(target, drafter_of(target), PLAN)
+    engine.reserve(520)
+    before = counts()["violation"]
+    yield engine
+    assert counts()["violation"] == before
+
+
+def start(engine: Engine, *params: SamplingParams, options: RequestOptions | None = None) -> None:
+    for place, each in enumerate(params):
+        engine.add(engine.make_request(list(range(3, 40 + place)), each, options))
+
+
+ASKED = RequestOptions(num_logprobs=3, want_tree=True)
+CASES = [((GREEDY,), None), ((GREEDY,) * 4, None), ((SAMPLED,), None), ((GREEDY, SAMPLED, FILTERED), ASKED)]
+
+
+@pytest.mark.parametrize(("params", "options"), CASES)
+def test_a_steady_step_is_one_launch_and_one_wait(
+    engine: Engine, params: tuple[SamplingParams, ...], options: RequestOptions | None
+) -> None:
+    start(engine, *params, options=options)
+    engine.step()
+    for _ in range(3):
+        with counted() as count:
+            assert len(engine.step()) == len(params)
+        assert count["graph_launch"] == count["sync"] == count["d2h"] == 1 and count["launch"] <= 4, count
+        assert not any(count[name] for name in ("h2d_pageable", "h2d_pinned", "capture", "violation")), count
+
+
+@pytest.mark.parametrize("method", ["none", "lookup"])
+def test_other_methods_are_graphs_too(method: Any) -> None:
+    engine = Engine(target_of(TINY), config=replace(PLAN, method=method))
+    start(engine, GREEDY, SAMPLED)
+    engine.step(), engine.step()
+    with counted() as count:
+        engine.step()
+    assert count["graph_launch"] == count["sync"] == 1 and count["launch"] <= 4, count
+
+
+def test_a_request_starts_without_a_wait(engine: Engine) -> None:
+    """A step that admits and prefills waits once, for its tokens; the forward of two layers has most launches."""
+    for params in (GREEDY, FILTERED):
+        start(engine, params)
+        engine.step()  # a first step of its kind is recorded
+        engine.drop()
+        start(engine, params)
+        with counted() as count:
+            engine.step()
+        assert count["sync"] == 1 and count["h2d_pageable"] == 0 and count["h2d_pinned"] <= 3, count
+        assert count["launch"] <= 130 and count["capture"] == 0, count
+        runner_of = engine._runner
+        assert runner_of is not None
+        root, _, seed, *tokens = runner_of._state_BX[0].tolist()
+        assert (root, seed, tokens[:37]) == (39, params.seed, list(range(3, 40)))
+        engine.drop()
+
+
+def test_rows_that_move_and_share_prefixes_cost_no_wait() -> None:
+    target = target_of(TINY)
+    engine = Engine(target, drafter_of(target), replace(PLAN, enable_prefix_caching=True))
+    prompt = list(range(3, 90))
+    requests = [engine.add(engine.make_request([*prompt, place], GREEDY)) for place in range(3)]
+    engine.step(), engine.step()
+    requests[0].finish("abort")
+    with counted() as count:
+        engine.step()  # the last row moves
+    assert count["sync"] == 1 and count["h2d_pageable"] == 0 and count["launch"] <= 8, count
+    late = engine.add(engine.make_request([*prompt, 7, 8], GREEDY))
+    with counted() as count:
+        engine.step()
+    assert late.num_shared >= 80 and count["sync"] == 1 and count["h2d_pageable"] == 0, count
+
+
+def run_in_thread(work: Any) -> None:
+    failed: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_drafters_of_any_shape_take_over_in_any_thread(engine: Engine) -> None:
+    """While rows decode, one of them sampled: nothing is recorded but the new drafter's steps; memory comes back."""
+    start(engine, GREEDY, SAMPLED)
+    run_in_thread(lambda: [engine.step() for _ in range(3)])
+    target, num_graphs = engine.target, counts()["graphs"]
+    memory = []
+    for width in (96, 32, 64, 96):
+        run_in_thread(
+            lambda width=width: engine.replace_drafter(drafter_of(target, num_res_blocks=1, block_rank=width))
+        )  # type: ignore[misc]
+        engine.step()  # the two rows' own filters are recorded once for a drafter
+        with counted() as count:
+            run_in_thread(engine.step)
+        assert count["graph_launch"] == count["sync"] == 1 and count["capture"] == 0, count
+        gc.collect()
+        memory.append(torch.cuda.memory_reserved())
+    assert counts()["graphs"] <= num_graphs and memory[-1] <= memory[0] + (4 << 20), (counts(), memory)
+    engine.drop()
+    start(engine, GREEDY)
+    with counted() as count:
+        engine.step()
+    assert count["capture"] == 0 and count["graph_launch"] == 1, "a greedy step was recorded when its drafter came"
+
+
+def test_a_load_beside_a_recording_breaks_neither(engine: Engine) -> None:
+    """Another thread brings a drafter to the device all the while."""
+    is_done = threading.Event()
+
+    def load() -> None:
+        while not is_done.is_set():
+            drafter_of(engine.target, num_res_blocks=1)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    for _ in range(3):
+        engine.replace_drafter(drafter_of(engine.target))
+    is_done.set()
+    thread.join()
+    start(engine, GREEDY)
+    with counted() as count:
+        engine.step()
+    assert count["graph_launch"] == 1
+
+
+def test_a_server_takes_over_a_drafter_of_another_shape_under_load(engine: Engine) -> None:
+    """As ``serve --follow`` does: answers go on in the engine's thread, which records the new steps."""
+    target = engine.target
+    target.tokenizer = tiny_tokenizer()
+
+    async def serve() -> list[int]:
+        worker = Worker(engine, max_queue=8, metrics=Metrics())
+        worker.start()
+        answers = []
+        for params in (GREEDY, SAMPLED, replace(GREEDY, max_new_tokens=40)):
+            body = CompletionRequest(model="x", prompt="x", stream=True)
+            request = engine.make_request(list(range(3, 60)), params)
+            answers.append(Answer(Model("x", "", target.tokenizer), body, [request]))
+            worker.submit(answers[-1])
+
+        async def read(answer: Answer) -> int:
+            return len([entry async for entry in answer.entries()])
+
+        reading = [asyncio.ensure_future(read(answer)) for answer in answers]
+        for width in (32, 96):
+            await asyncio.sleep(0.02)
+            drafter = await asyncio.to_thread(drafter_of, target, num_res_blocks=1, block_rank=width)
+            await worker.replace_drafter(drafter)
+            assert engine.drafter is drafter
+        numbers = await asyncio.gather(*reading)
+        await worker.stop()
+        return list(numbers)
+
+    assert min(asyncio.run(serve())) >= 40 and engine.num_failed_drafts == 0
+
+
+def test_an_8b_target_fits_and_all_its_steps_are_recorded() -> None:
+    """The default plan of eight rows: drafted and plain steps of 1, 2, 4 and 8 rows, greedy and sampled."""
+    target = target_of(EIGHT_B)
+    plan = replace(PLAN, max_num_seqs=8, max_model_len=4096, beam_width=8, draft_length=4, tree_size=24)
+    engine = Engine(target, drafter_of(target, block_rank=1024), plan)
+    before = torch.cuda.memory_reserved()
+    with counted() as count:
+        engine.reserve(4096)
+    assert count["capture"] == 16 and count["violation"] == 0 == count["h2d_pageable"], count
+    cache = target.runtime.cache_bytes(8, engine._runner.num_slots)  # type: ignore[union-attr]
+    assert torch.cuda.memory_reserved() - before - cache < 8 << 30
+    start(engine, GREEDY)
+    engine.step()
+    with counted() as count:
+        engine.step()
+    assert count["graph_launch"] == count["sync"] == 1 and count["launch"] <= 4, count
+
+
+def test_a_process_with_graphs_ends() -> None:
+    """An engine that was used by two threads, and is never closed."""
+    program = """
+import threading
+import drafter.engine.engine as module
+from tests.accelerator.cuda import test_steps as steps
+module.check_drafts = lambda *given: None
+target = steps.target_of(steps.TINY)
+engine = module.Engine(target, steps.drafter_of(target), steps.PLAN)
+engine.reserve(520)
+thread = threading.Thread(target=lambda: engine.replace_drafter(steps.drafter_of(target)), daemon=True)
+thread.start()
+thread.join()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.endswith("done\n")
