@@ -191,7 +191,8 @@ class Worker:
         raise ProcessEnded(f"{self._what} {reason}", is_limit=is_late)
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(KeyboardInterrupt):  # which Python forgets here, after a trace on the screen
+            self.close()
 
     def close(self) -> int:
         """End the fork; its status."""

@@ -10,6 +10,19 @@ from drafter.targets import chat
 from drafter.targets.chat import limited_map
 
 
+def test_a_stop_while_a_worker_goes_shows_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(child: int, how: int) -> tuple[int, int]:
+        raise KeyboardInterrupt
+
+    worker = chat.Worker(lambda item: item, "this")
+    assert worker.map([1]) == [1]
+    child = worker._child
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "waitpid", stop)
+        worker.__del__()
+    os.waitpid(child, 0)
+
+
 def test_values_come_back_in_order() -> None:
     assert limited_map(lambda item: [item, "é" * item], [3, 0, 2], "it") == [[3, "ééé"], [0, ""], [2, "éé"]]
     assert limited_map(lambda item: item, [], "it") == []
