@@ -52,7 +52,7 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
-        return {"epoch": self._epoch, "position": self._position, "world_size": self._world_size, **self._identity}
+        return {"epoch": self._epoch, "position": self._position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; ValueError if the position belongs to other data or settings."""

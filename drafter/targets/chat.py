@@ -11,7 +11,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -191,7 +192,8 @@ class Worker:
         raise ProcessEnded(f"{self._what} {reason}", is_limit=is_late)
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(KeyboardInterrupt):  # which Python forgets here, after a trace on the screen
+            self.close()
 
     def close(self) -> int:
         """End the fork; its status."""
@@ -208,11 +210,28 @@ class Worker:
         asked, self._writing = os.pipe()
         self._reading, answered = os.pipe()
         sys.stdout.flush()
-        self._child = os.fork()
-        if self._child == 0:
-            _work(self._function, asked, answered)
-        os.close(asked)
-        os.close(answered)
+        with _later_interrupt():
+            self._child = os.fork()
+            if self._child == 0:
+                _work(self._function, asked, answered)
+            os.close(asked)
+            os.close(answered)
+
+
+@contextlib.contextmanager
+def _later_interrupt() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: within the hooks of a fork Python forgets it, after a trace."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _is_last(data: bytearray) -> bool:

@@ -1,6 +1,7 @@
 """A stranger's program: results come back whole, and what takes too long or too much ends in one line."""
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -8,6 +9,25 @@ import pytest
 
 from drafter.targets import chat
 from drafter.targets.chat import limited_map
+
+
+def test_a_stop_while_a_worker_goes_shows_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(child: int, how: int) -> tuple[int, int]:
+        raise KeyboardInterrupt
+
+    worker = chat.Worker(lambda item: item, "this")
+    assert worker.map([1]) == [1]
+    child = worker._child
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "waitpid", stop)
+        worker.__del__()
+    os.waitpid(child, 0)
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(os, "fork", lambda: [signal.raise_signal(signal.SIGINT), forked.append(1), 10**9][-1])
+        forked: list[int] = []
+        worker.map([1])
+    assert forked == [1], "the fork is whole first"
+    worker._child = -1
 
 
 def test_values_come_back_in_order() -> None:
