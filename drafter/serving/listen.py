@@ -26,7 +26,7 @@ from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
-_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
+_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that a long prompt meets no new kernel
 _LOOPBACK = ("127.", "::1", "localhost")
 _END_SECONDS = 20.0  # from the end of the drain to the end of the process, whatever its threads do
 REQUEST_SECONDS = 30  # from the start of a connection or the first byte of a request to the end of the request
