@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket as sockets
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -107,35 +107,10 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     place = f"[{host}]" if ":" in host else host
     rows = f"{engine.plan.max_num_seqs} rows of {engine.plan.max_model_len} tokens"
     notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.plan.method})"
-    limit = _Limit()
     try:
-        return asyncio.run(_serve(_Uvicorn(config, notice), socket, app.state.server, options.drain_seconds, limit))
+        return asyncio.run(_serve(_Uvicorn(config, notice), socket, app.state.server, options.drain_seconds))
     finally:
-        limit.cancel()
-
-
-class _Limit:
-    """Ends the process after a time, unless cancelled: a thread that hangs would keep it alive for ever."""
-
-    def __init__(self) -> None:
-        self._timer: threading.Timer | None = None
-
-    def start(self, seconds: float) -> None:
-        """Begin the time anew."""
-        self.cancel()
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        """Let the process live."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _end(self) -> None:
-        _log.error("a thread does not end: the process ends without it")
-        logging.shutdown()
-        os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -155,9 +130,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(
-    server: _Uvicorn, socket: sockets.socket, app_server: Server, drain_seconds: float, limit: _Limit
-) -> int:
+async def _serve(server: _Uvicorn, socket: sockets.socket, app_server: Server, drain_seconds: float) -> int:
     worker = app_server.worker
     told = asyncio.Semaphore(0)  # a release for each signal
     async with app_server.running():
@@ -169,11 +142,12 @@ async def _serve(
         if first.done() and not worker.ended.done():
             _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
             worker.drain()
-            limit.start(drain_seconds + _END_SECONDS)
+            # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
+            faulthandler.dump_traceback_later(drain_seconds + _END_SECONDS, exit=True)
             server.should_exit = True
             # A second signal does not wait.
             await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-            limit.start(_END_SECONDS)
+            faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
     server.force_exit = True
