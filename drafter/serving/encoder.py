@@ -1,6 +1,6 @@
 """Prompts to token ids in a process of their own: a chat template is a program of the model's author.
 
-A :class:`drafter.targets.chat.Worker` has limits of time and memory. A text that reaches one ends the process: the
+A :class:`drafter.targets.chat.Fork` has limits of time and memory. A text that reaches one ends the process: the
 client of this text gets the cause, and the next text starts another process.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from drafter.serving.protocol import ApiError
-from drafter.targets.chat import Chat, ProcessEnded, Worker, encode_chat, encode_text, what_runs
+from drafter.targets.chat import Chat, Fork, ProcessEnded, encode_chat, encode_text, what_runs
 
 _TRIAL = Chat([{"role": "user", "content": "x"}])
 
@@ -37,7 +37,7 @@ class Encoder:
                     return str(error)
                 raise
 
-        self._worker = Worker(encode, f"{what_runs(name)}, or its tokenizer,")
+        self._fork = Fork(encode, f"{what_runs(name)}, or its tokenizer,")
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, tokenizer.get_vocab()))
         self._lock = asyncio.Lock()
@@ -56,7 +56,7 @@ class Encoder:
     async def close(self) -> None:
         """End the process, after the text that it encodes."""
         async with self._lock:
-            await asyncio.to_thread(self._worker.close)
+            await asyncio.to_thread(self._fork.close)
 
     async def encode(self, asked: str | Chat) -> list[int]:
         """Token ids of a text or a conversation.
@@ -85,5 +85,5 @@ class Encoder:
 
     async def _exchange(self, asked: Any) -> list[int] | str:
         async with self._lock:
-            found: list[list[int] | str] = await asyncio.to_thread(self._worker.map, [asked])
+            found: list[list[int] | str] = await asyncio.to_thread(self._fork.map, [asked])
             return found[0]

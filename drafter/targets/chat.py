@@ -20,7 +20,7 @@ from drafter.utils.io import first_line
 Item = TypeVar("Item")
 
 MAX_SECONDS = 10.0  # for one text; a text of two megabytes takes one
-MAX_BYTES = 1 << 30  # that a worker may add to the memory of the process that it was forked from
+MAX_BYTES = 1 << 30  # that a fork may add to the memory of the process that it was forked from
 _PAGES = Path("/proc/self/statm")
 
 
@@ -112,7 +112,7 @@ def escaped(tokenizer: Any, text: str) -> str:
     return text
 
 
-def limit_memory() -> None:
+def _limit_memory() -> None:
     """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
     if _PAGES.exists():  # Linux
         most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
@@ -132,22 +132,22 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
     Raises:
         ValueError: of the function, or a limit was reached.
     """
-    worker = Worker(lambda index: function(items[index]), what)
+    fork = Fork(lambda index: function(items[index]), what)
     try:
-        return worker.map(range(len(items)))
+        return fork.map(range(len(items)))
     finally:
-        worker.close()
+        fork.close()
 
 
 class ProcessEnded(ValueError):
-    """The process of a :class:`Worker` has ended: at a limit (``is_limit``), or by itself or a signal."""
+    """The process of a :class:`Fork` has ended: at a limit (``is_limit``), or by itself or a signal."""
 
     def __init__(self, message: str, *, is_limit: bool) -> None:
         super().__init__(message)
         self.is_limit = is_limit
 
 
-class Worker:
+class Fork:
     """A fork of this process that computes one function, with the limits above for each item.
 
     The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds. After a
@@ -230,7 +230,7 @@ def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn
         for first, last in ((3, min(asked, answered)), (min(asked, answered) + 1, max(asked, answered))):
             os.closerange(first, last)
         os.closerange(max(asked, answered) + 1, os.sysconf("SC_OPEN_MAX"))  # a server's sockets end with the server
-        limit_memory()
+        _limit_memory()
         with os.fdopen(asked, "rb") as stream:
             for line in stream:
                 for item in json.loads(line):

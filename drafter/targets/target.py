@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.chat import Chat, Worker, encode_chat, encode_text, what_runs
+from drafter.targets.chat import Chat, Fork, encode_chat, encode_text, what_runs
 from drafter.targets.slots import Slots, TargetOutput
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Target:
         return self._encoder.map([[list(chat.messages), list(chat.tools)] for chat in chats])
 
     @cached_property
-    def _encoder(self) -> Worker:
+    def _encoder(self) -> Fork:
         """Encodes texts and pairs of messages and tools in a process of its own."""
         tokenizer, name = self.tokenizer, self.name
 
@@ -181,7 +181,7 @@ class Target:
                 return encode_text(tokenizer, asked)
             return encode_chat(tokenizer, asked[0], name, tools=asked[1])
 
-        return Worker(encode, f"{what_runs(name)}, or the tokenizer,")
+        return Fork(encode, f"{what_runs(name)}, or the tokenizer,")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
