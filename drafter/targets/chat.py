@@ -168,13 +168,14 @@ class Fork:
             return [self._function(item) for item in items]
         if self._child < 0:
             self._fork()
-        data = bytearray()
+        data, num_lines = bytearray(), 0
         try:
             _send(self._writing, list(items))
-            while data.count(b"\n") < len(items) and len(data) <= MAX_BYTES and not _is_last(data):
+            while num_lines < len(items) and len(data) <= MAX_BYTES and not _is_last(data):
                 if not (part := os.read(self._reading, 1 << 20)):
                     break
                 data += part
+                num_lines += part.count(b"\n")
         except BaseException:  # the child's answer would come before the next one's
             self.close()
             raise
