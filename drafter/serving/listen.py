@@ -41,6 +41,8 @@ def load_engine(options: ServeOptions) -> Engine:
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
     target, drafter, draft_model = options.load_models()
+    if target.tokenizer is not None:
+        target.encode("")  # its fork would keep the pages of a cache that is there already
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, drafter, config, draft_model=draft_model)

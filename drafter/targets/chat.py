@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -139,19 +140,24 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
         fork.close()
 
 
-class ProcessEnded(ValueError):
-    """The process of a :class:`Fork` has ended: at a limit (``is_limit``), or by itself or a signal."""
+class ForkError(ValueError):
+    """A :class:`Fork` has no value for an item.
 
-    def __init__(self, message: str, *, is_limit: bool) -> None:
+    Attributes:
+        reason: ``limit``; ``ended``, by itself or a signal; or the type of the cause of the function's error.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
-        self.is_limit = is_limit
+        self.reason = reason
 
 
 class Fork:
     """A fork of this process that computes one function, with the limits above for each item.
 
-    The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds. After a
-    limit was reached, the next call forks again. Where the system has no forks, the function runs in this process.
+    The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds, and
+    keeps every page that this process changes later. After a limit was reached, the next call forks again. Where the
+    system has no forks, the function runs in this process.
 
     Args:
         function: takes and returns a JSON value; uses neither torch nor threads.
@@ -161,9 +167,14 @@ class Fork:
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
         self._function, self._what = function, what
         self._child = self._writing = self._reading = -1
+        self._lock = threading.RLock()
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """``[function(item) for item in items]`` (ValueError of the function; ProcessEnded)."""
+        """``[function(item) for item in items]``, for one thread after the other (:class:`ForkError`)."""
+        with self._lock:
+            return self._map(items)
+
+    def _map(self, items: Sequence[Any]) -> list[Any]:
         if not items or not sys.platform.startswith("linux"):
             return [self._function(item) for item in items]
         if self._child < 0:
@@ -181,29 +192,30 @@ class Fork:
             raise
         answers = [json.loads(line) for line in data.split(b"\n") if line] if len(data) <= MAX_BYTES else []
         if answers and "error" in answers[-1]:
-            raise ValueError(answers[-1]["error"])
+            raise ForkError(answers[-1]["error"], answers[-1]["cause"])
         if len(answers) == len(items) and "value" in answers[-1]:
             return [answer["value"] for answer in answers]
         status = self.close()
         if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
-            raise ProcessEnded(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", is_limit=True)
+            raise ForkError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", "limit")
         is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
         reason = f"took longer than {MAX_SECONDS:g} seconds" if is_late else "ended its process"
-        raise ProcessEnded(f"{self._what} {reason}", is_limit=is_late)
+        raise ForkError(f"{self._what} {reason}", "limit" if is_late else "ended")
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> int:
         """End the fork; its status."""
-        if self._child < 0:
-            return 0
-        child, self._child = self._child, -1
-        os.close(self._writing)
-        os.close(self._reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)  # without effect on a child that has ended
-        return os.waitpid(child, 0)[1]
+        with self._lock:
+            if self._child < 0:
+                return 0
+            child, self._child = self._child, -1
+            os.close(self._writing)
+            os.close(self._reading)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)  # without effect on a child that has ended
+            return os.waitpid(child, 0)[1]
 
     def _fork(self) -> None:
         asked, self._writing = os.pipe()
@@ -242,7 +254,8 @@ def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn
                         _send(answered, {"is_too_large": True})
                         break
                     except Exception as error:
-                        _send(answered, {"error": str(error) or type(error).__name__})
+                        cause = type(error.__cause__).__name__
+                        _send(answered, {"error": str(error) or type(error).__name__, "cause": cause})
                         break
                     signal.setitimer(signal.ITIMER_PROF, 0)
     finally:
