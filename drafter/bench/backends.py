@@ -221,9 +221,7 @@ class PeerProcess(Backend):
         self._label = label
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
         command = [python, "-P", peer_worker.__file__, json.dumps(settings)]
-        # `drafter` sets the first two for its own threads; sleeping threads halve the speed of llama.cpp.
-        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTHONPATH", "VIRTUAL_ENV")
-        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,

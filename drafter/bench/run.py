@@ -123,7 +123,7 @@ class _Point:
         num_tokens = min(max(map(len, self.prompts)) + most, target.max_length)
         backend: Backend
         if spec.name in PEER_PACKAGES:
-            backend = start_peer(target, spec, self.batch_size, num_tokens, self.options.pythons)
+            backend = start_peer(target, spec, self.batch_size, num_tokens, self.options.pythons())
         elif spec.is_peer:
             backend = TransformersBackend(self.hf_target, self.batch_size)
         else:

@@ -125,27 +125,26 @@ class MethodOptions(Options, TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.drafter_used  # noqa: B018  # refuses a method without its drafter
+        self.engine_options()  # refuses a method without its drafter
 
     @property
     def specs(self) -> tuple[MethodSpec, ...]:
         """The methods, parsed."""
         raise NotImplementedError
 
-    @property
-    def _engine_options(self) -> EngineOptions:
-        """Names the target, and the drafter where a method needs one."""
+    def engine_options(self) -> EngineOptions:
+        """The target, and the drafter where a method needs one (ValueError if there is none)."""
         method: Method = "drafter" if any(spec.name == "drafter" for spec in self.specs) else "none"
         return EngineOptions(**vars(part_of(self, TargetConfig)), drafter=self.drafter, method=method)
 
     @property
     def drafter_used(self) -> str | None:
         """The given drafter, else the package's own for the target; None if no method needs one."""
-        return self._engine_options.drafter_used
+        return self.engine_options().drafter_used
 
     def load_models(self, draft_model: str | None = None) -> LoadedModels:
         """The target, and the drafter and the smaller model where a method needs one."""
-        models = self._engine_options.load_models()
+        models = self.engine_options().load_models()
         if any(spec.name == "draft-model" for spec in self.specs):
             models = models._replace(draft_model=self.load(draft_model, is_trainable=True))
         return models
@@ -195,7 +194,7 @@ class BenchOptions(MethodOptions):
             if not values or len(set(values)) < len(values):
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} is empty or names a value twice: {', '.join(map(str, values))}")
-        self.pythons  # noqa: B018  # refuses an unknown name
+        self.pythons()
         if self.draft_model is None and "draft-model" in {spec.name for spec in self.specs}:
             raise ValueError("--methods draft-model needs a smaller model: give --draft-model NAME")
 
@@ -204,9 +203,8 @@ class BenchOptions(MethodOptions):
         """The methods, parsed."""
         return tuple(map(parse_method, self.methods))
 
-    @property
     def pythons(self) -> dict[str, str]:
-        """The Python of each environment that holds a peer, by package."""
+        """The Python of each environment that holds a peer, by package (ValueError for another name)."""
         pairs = dict(text.partition("=")[::2] for text in self.peer_python)
         for name, python in pairs.items():
             if name not in PEER_PACKAGES.values() or not python:

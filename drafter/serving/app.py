@@ -66,7 +66,7 @@ class Server:
         self.model = Model(options.served_name, fingerprint, target.tokenizer)
         self.max_length = min(engine.plan.max_model_len, target.max_length)
         self.encoder = Encoder(
-            target.tokenizer, options.served_name, self.max_length, escape_special_tokens=options.escape_special_tokens
+            target, options.served_name, self.max_length, escape_special_tokens=options.escape_special_tokens
         )
         self.follower = None
         if options.drafter_used is not None and engine.drafter is not None:

@@ -1,62 +1,50 @@
 """Prompts to token ids in a process of their own: a chat template is a program of the model's author.
 
-A :class:`drafter.targets.chat.Worker` has limits of time and memory. A text that reaches one ends the process: the
-client of this text gets the cause, and the next text starts another process.
+The target's fork (:class:`drafter.targets.chat.Fork`) has limits of time and memory. A text that reaches one ends the
+process: the client of this text gets the cause, and the next text starts another process.
 """
 
 import asyncio
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from drafter.serving.protocol import ApiError
-from drafter.targets.chat import Chat, ProcessEnded, Worker, encode_chat, encode_text, what_runs
+from drafter.targets.chat import Chat, ForkError
+from drafter.targets.target import Target
 
-_TRIAL = Chat([{"role": "user", "content": "x"}])
+_TRIAL = [{"role": "user", "content": "x"}]
+_BROKEN = ("limit", "TemplateSyntaxError", "SyntaxError", "RecursionError")  # whatever the conversation
 
 
 class Encoder:
     """Makes token ids of prompts. Only the event loop uses the encoder.
 
     Args:
-        tokenizer: the tokenizer.
-        name: name of the target, for messages.
+        target: the target, with a tokenizer.
+        name: its name for clients.
         max_length: tokens of a row. A text that cannot fit is refused before the text is tokenized.
         escape_special_tokens: read special tokens in clients' texts as plain text.
     """
 
-    def __init__(self, tokenizer: Any, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
-        def encode(asked: Any) -> list[int] | str:
-            """Token ids; or why no conversation has any."""
-            try:
-                if isinstance(asked, str):
-                    return encode_text(tokenizer, asked, escape_special_tokens=escape_special_tokens)
-                return encode_chat(tokenizer, asked, name, escape_special_tokens=escape_special_tokens)
-            except ValueError as error:
-                if isinstance(error.__cause__, TemplateSyntaxError | SyntaxError | RecursionError):
-                    return str(error)
-                raise
-
-        self._worker = Worker(encode, f"{what_runs(name)}, or its tokenizer,")
+    def __init__(self, target: Target, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
+        assert target.tokenizer is not None
+        self._target, self._name = target, name
+        self._is_escaped = escape_special_tokens
         self._max_length = max_length
-        self._most_chars = max_length * max(map(len, tokenizer.get_vocab()))
+        self._most_chars = max_length * max(map(len, target.tokenizer.get_vocab()))
         self._lock = asyncio.Lock()
         self._failure: str | None = None  # of a template that fails for every conversation
 
     async def start(self) -> None:
-        """Start the process, before other threads run; a short conversation shows whether the template works at all."""
+        """Start the process, unless it runs; a short conversation shows whether the template works at all."""
         try:
-            found = await self._exchange(list(_TRIAL.messages))
-        except ProcessEnded as error:
-            found = str(error)
-        except ValueError:  # the template wants other messages
-            return
-        self._failure = found if isinstance(found, str) else None
+            await self._exchange(_TRIAL)
+        except ForkError as error:
+            self._failure = self._told(error) if error.reason in _BROKEN else None
 
     async def close(self) -> None:
         """End the process, after the text that it encodes."""
         async with self._lock:
-            await asyncio.to_thread(self._worker.close)
+            await asyncio.to_thread(self._target.encoder.close)
 
     async def encode(self, asked: str | Chat) -> list[int]:
         """Token ids of a text or a conversation.
@@ -74,16 +62,17 @@ class Encoder:
             raise ApiError(400, self._failure, param=param)
         try:
             # Shielded: the process goes on with the text of a client that leaves, and the next client waits for it.
-            found = await asyncio.shield(self._exchange(asked if isinstance(asked, str) else list(asked.messages)))
+            return await asyncio.shield(self._exchange(asked if isinstance(asked, str) else list(asked.messages)))
         except ValueError as error:
-            if isinstance(error, ProcessEnded) and not error.is_limit:
+            if isinstance(error, ForkError) and error.reason == "ended":
                 raise ApiError(503, "the tokenizer's process ended: try again later") from error
-            raise ApiError(400, str(error), param=param) from error
-        if isinstance(found, str):
-            raise ApiError(400, found, param=param)
-        return found
+            raise ApiError(400, self._told(error), param=param) from error
 
-    async def _exchange(self, asked: Any) -> list[int] | str:
+    async def _exchange(self, asked: Any) -> list[int]:
         async with self._lock:
-            found: list[list[int] | str] = await asyncio.to_thread(self._worker.map, [asked])
+            found: list[list[int]] = await asyncio.to_thread(self._target.encoder.map, [[asked, [], self._is_escaped]])
             return found[0]
+
+    def _told(self, error: ValueError) -> str:
+        """An error's text for clients, who need not know where the server keeps its models."""
+        return str(error).replace(self._target.name, self._name)

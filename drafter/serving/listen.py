@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket as sockets
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
-_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that the program for prompts runs as well
+_WARM_UP_PROMPT = 40  # tokens: more than a step has, so that a long prompt meets no new kernel
 _LOOPBACK = ("127.", "::1", "localhost")
 _END_SECONDS = 20.0  # from the end of the drain to the end of the process, whatever its threads do
 REQUEST_SECONDS = 30  # from the start of a connection or the first byte of a request to the end of the request
@@ -41,6 +41,8 @@ def load_engine(options: ServeOptions) -> Engine:
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
     target, drafter, draft_model = options.load_models()
+    if target.tokenizer is not None:
+        target.encode("")  # its fork would keep the pages of a cache that is there already
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, drafter, config, draft_model=draft_model)
@@ -107,35 +109,10 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     place = f"[{host}]" if ":" in host else host
     rows = f"{engine.plan.max_num_seqs} rows of {engine.plan.max_model_len} tokens"
     notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.plan.method})"
-    limit = _Limit()
     try:
-        return asyncio.run(_serve(_Uvicorn(config, notice), socket, app.state.server, options.drain_seconds, limit))
+        return asyncio.run(_serve(_Uvicorn(config, notice), socket, app.state.server, options.drain_seconds))
     finally:
-        limit.cancel()
-
-
-class _Limit:
-    """Ends the process after a time, unless cancelled: a thread that hangs would keep it alive for ever."""
-
-    def __init__(self) -> None:
-        self._timer: threading.Timer | None = None
-
-    def start(self, seconds: float) -> None:
-        """Begin the time anew."""
-        self.cancel()
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        """Let the process live."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _end(self) -> None:
-        _log.error("a thread does not end: the process ends without it")
-        logging.shutdown()
-        os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -155,9 +132,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(
-    server: _Uvicorn, socket: sockets.socket, app_server: Server, drain_seconds: float, limit: _Limit
-) -> int:
+async def _serve(server: _Uvicorn, socket: sockets.socket, app_server: Server, drain_seconds: float) -> int:
     worker = app_server.worker
     told = asyncio.Semaphore(0)  # a release for each signal
     async with app_server.running():
@@ -169,11 +144,12 @@ async def _serve(
         if first.done() and not worker.ended.done():
             _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
             worker.drain()
-            limit.start(drain_seconds + _END_SECONDS)
+            # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
+            faulthandler.dump_traceback_later(drain_seconds + _END_SECONDS, exit=True)
             server.should_exit = True
             # A second signal does not wait.
             await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-            limit.start(_END_SECONDS)
+            faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
     server.force_exit = True

@@ -121,7 +121,7 @@ class Recorder:
                 break
             num_bytes -= size
             file.unlink(missing_ok=True)
-        # Earlier versions numbered files by a time in nanoseconds. Another recorder may take a number first.
+        # Another recorder may take a number first.
         for number in count(1 + max((_number_of(file) for file, _ in files), default=0)):
             path = self._folder / f"traffic-{number:020d}.jsonl"
             with contextlib.suppress(FileExistsError):

@@ -21,7 +21,7 @@ from drafter.utils.io import first_line
 Item = TypeVar("Item")
 
 MAX_SECONDS = 10.0  # for one text; a text of two megabytes takes one
-MAX_BYTES = 1 << 30  # that a worker may add to the memory of the process that it was forked from
+MAX_BYTES = 1 << 30  # that a fork may add to the memory of the process that it was forked from
 _PAGES = Path("/proc/self/statm")
 
 
@@ -113,7 +113,7 @@ def escaped(tokenizer: Any, text: str) -> str:
     return text
 
 
-def limit_memory() -> None:
+def _limit_memory() -> None:
     """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
     if _PAGES.exists():  # Linux
         most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
@@ -133,26 +133,31 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
     Raises:
         ValueError: of the function, or a limit was reached.
     """
-    worker = Worker(lambda index: function(items[index]), what)
+    fork = Fork(lambda index: function(items[index]), what)
     try:
-        return worker.map(range(len(items)))
+        return fork.map(range(len(items)))
     finally:
-        worker.close()
+        fork.close()
 
 
-class ProcessEnded(ValueError):
-    """The process of a :class:`Worker` has ended: at a limit (``is_limit``), or by itself or a signal."""
+class ForkError(ValueError):
+    """A :class:`Fork` has no value for an item.
 
-    def __init__(self, message: str, *, is_limit: bool) -> None:
+    Attributes:
+        reason: ``limit``; ``ended``, by itself or a signal; or the type of the cause of the function's error.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
-        self.is_limit = is_limit
+        self.reason = reason
 
 
-class Worker:
+class Fork:
     """A fork of this process that computes one function, with the limits above for each item.
 
-    The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds. After a
-    limit was reached, the next call forks again. Where the system has no forks, the function runs in this process.
+    The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds, and
+    keeps every page that this process changes later. After a limit was reached, the next call forks again. Where the
+    system has no forks, the function runs in this process.
 
     Args:
         function: takes and returns a JSON value; uses neither torch nor threads.
@@ -162,34 +167,40 @@ class Worker:
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
         self._function, self._what = function, what
         self._child = self._writing = self._reading = -1
+        self._lock = threading.RLock()
 
     def map(self, items: Sequence[Any]) -> list[Any]:
-        """``[function(item) for item in items]`` (ValueError of the function; ProcessEnded)."""
+        """``[function(item) for item in items]``, for one thread after the other (:class:`ForkError`)."""
+        with self._lock:
+            return self._map(items)
+
+    def _map(self, items: Sequence[Any]) -> list[Any]:
         if not items or not sys.platform.startswith("linux"):
             return [self._function(item) for item in items]
         if self._child < 0:
             self._fork()
-        data = bytearray()
+        data, num_lines = bytearray(), 0
         try:
             _send(self._writing, list(items))
-            while data.count(b"\n") < len(items) and len(data) <= MAX_BYTES and not _is_last(data):
+            while num_lines < len(items) and len(data) <= MAX_BYTES and not _is_last(data):
                 if not (part := os.read(self._reading, 1 << 20)):
                     break
                 data += part
+                num_lines += part.count(b"\n")
         except BaseException:  # the child's answer would come before the next one's
             self.close()
             raise
         answers = [json.loads(line) for line in data.split(b"\n") if line] if len(data) <= MAX_BYTES else []
         if answers and "error" in answers[-1]:
-            raise ValueError(answers[-1]["error"])
+            raise ForkError(answers[-1]["error"], answers[-1]["cause"])
         if len(answers) == len(items) and "value" in answers[-1]:
             return [answer["value"] for answer in answers]
         status = self.close()
         if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
-            raise ProcessEnded(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", is_limit=True)
+            raise ForkError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", "limit")
         is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
         reason = f"took longer than {MAX_SECONDS:g} seconds" if is_late else "ended its process"
-        raise ProcessEnded(f"{self._what} {reason}", is_limit=is_late)
+        raise ForkError(f"{self._what} {reason}", "limit" if is_late else "ended")
 
     def __del__(self) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # which Python forgets here, after a trace on the screen
@@ -197,14 +208,15 @@ class Worker:
 
     def close(self) -> int:
         """End the fork; its status."""
-        if self._child < 0:
-            return 0
-        child, self._child = self._child, -1
-        os.close(self._writing)
-        os.close(self._reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)  # without effect on a child that has ended
-        return os.waitpid(child, 0)[1]
+        with self._lock:
+            if self._child < 0:
+                return 0
+            child, self._child = self._child, -1
+            os.close(self._writing)
+            os.close(self._reading)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)  # without effect on a child that has ended
+            return os.waitpid(child, 0)[1]
 
     def _fork(self) -> None:
         asked, self._writing = os.pipe()
@@ -249,7 +261,7 @@ def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn
         for first, last in ((3, min(asked, answered)), (min(asked, answered) + 1, max(asked, answered))):
             os.closerange(first, last)
         os.closerange(max(asked, answered) + 1, os.sysconf("SC_OPEN_MAX"))  # a server's sockets end with the server
-        limit_memory()
+        _limit_memory()
         with os.fdopen(asked, "rb") as stream:
             for line in stream:
                 for item in json.loads(line):
@@ -260,7 +272,8 @@ def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn
                         _send(answered, {"is_too_large": True})
                         break
                     except Exception as error:
-                        _send(answered, {"error": str(error) or type(error).__name__})
+                        cause = type(error.__cause__).__name__
+                        _send(answered, {"error": str(error) or type(error).__name__, "cause": cause})
                         break
                     signal.setitimer(signal.ITIMER_PROF, 0)
     finally:

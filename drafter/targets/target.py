@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.chat import Chat, Worker, encode_chat, encode_text, what_runs
+from drafter.targets.chat import Chat, Fork, encode_chat, encode_text, what_runs
 from drafter.targets.slots import Slots, TargetOutput
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Target:
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
         self._tokenizer()
-        found: list[list[int]] = self._encoder.map([text])
+        found: list[list[int]] = self.encoder.map([[text, [], False]])
         return found[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -169,19 +169,20 @@ class Target:
             ValueError: there is no template, or the template refuses the messages or reaches a limit.
         """
         self._tokenizer()
-        return self._encoder.map([[list(chat.messages), list(chat.tools)] for chat in chats])
+        return self.encoder.map([[list(chat.messages), list(chat.tools), False] for chat in chats])
 
     @cached_property
-    def _encoder(self) -> Worker:
-        """Encodes texts and pairs of messages and tools in a process of its own."""
+    def encoder(self) -> Fork:
+        """Encodes a text or messages, with tools, special tokens in them escaped or not, in a process of its own."""
         tokenizer, name = self.tokenizer, self.name
 
-        def encode(asked: Any) -> list[int]:
+        def encode(item: Any) -> list[int]:
+            asked, tools, is_escaped = item
             if isinstance(asked, str):
-                return encode_text(tokenizer, asked)
-            return encode_chat(tokenizer, asked[0], name, tools=asked[1])
+                return encode_text(tokenizer, asked, escape_special_tokens=is_escaped)
+            return encode_chat(tokenizer, asked, name, tools=tools, escape_special_tokens=is_escaped)
 
-        return Worker(encode, f"{what_runs(name)}, or the tokenizer,")
+        return Fork(encode, f"{what_runs(name)}, or the tokenizer,")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

@@ -12,6 +12,7 @@ from drafter.serving.encoder import Encoder
 from drafter.serving.protocol import ApiError
 from drafter.targets import chat
 from drafter.targets.chat import Chat, encode_chat, encode_text, escaped
+from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, END, USER, tiny_tokenizer
 
 HOSTILE = (
@@ -27,7 +28,9 @@ HOSTILE = (
 
 def run(test: Callable[[Encoder], Coroutine[Any, Any, None]], *, template: str = HOSTILE, **options: Any) -> None:
     async def main() -> None:
-        encoder = Encoder(tiny_tokenizer(template), "tiny", 4096, **options)
+        target = Target.__new__(Target)
+        target.tokenizer, target.name = tiny_tokenizer(template), "/secret/tiny"
+        encoder = Encoder(target, "tiny", 4096, **options)
         await encoder.start()
         try:
             async with asyncio.timeout(120):
@@ -69,7 +72,7 @@ def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next() -> 
         assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
         hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.2)
-        os.kill(encoder._worker._child, signal.SIGKILL)
+        os.kill(encoder._target.encoder._child, signal.SIGKILL)
         with pytest.raises(ApiError) as found:
             await hanging
         assert found.value.status_code == 503

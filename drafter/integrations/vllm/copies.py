@@ -8,7 +8,7 @@ of a cached prefix hold their tokens already, because vLLM computes the last blo
 From one draft token to the next, vLLM hands a draft model its own output back. Four numbers behind [h; s] therefore
 carry the slot of the root and how many tokens were drafted behind it (:func:`encode_place`).
 
-Shapes: B rows · T tokens of a forward · P blocks of the cache · H key/value heads · N slots of a block · C elements of
+Shapes: B rows · T tokens of a forward · P blocks of the cache · H key/value heads · J slots of a block · X elements of
 a slot · M blocks of a row · S slots of a text · R draft vocabulary · V vocabulary.
 """
 
@@ -26,24 +26,24 @@ class Text:
     """The texts of a forward's rows: token ids in the slots of a layer's key/value cache of any number format.
 
     Args:
-        cache_PHNC: the layer's cache, which nobody reads as numbers; the elements of a slot lie side by side.
+        cache_PHJX: the layer's cache, which nobody reads as numbers; the elements of a slot lie side by side.
         block_BM: the blocks of every row, in order.
         num_slots: of the longest row, or more.
     """
 
-    def __init__(self, cache_PHNC: Tensor, block_BM: Tensor, num_slots: int) -> None:
-        self._token_PN = cache_PHNC[:, 0].view(torch.int32)[..., 0]
+    def __init__(self, cache_PHJX: Tensor, block_BM: Tensor, num_slots: int) -> None:
+        self._token_PJ = cache_PHJX[:, 0].view(torch.int32)[..., 0]
         self.block_BM, self._num_slots = block_BM, num_slots
 
     def write(self, slot_T: Tensor, token_T: Tensor) -> None:
         """Put token ids into slots; -1 names no slot, and its token goes to block 0, which vLLM gives to no text."""
-        slot_T, num_slots = slot_T.clamp_min(0), self._token_PN.shape[1]
-        self._token_PN[slot_T // num_slots, slot_T % num_slots] = token_T.int()
+        slot_T, num_slots = slot_T.clamp_min(0), self._token_PJ.shape[1]
+        self._token_PJ[slot_T // num_slots, slot_T % num_slots] = token_T.int()
 
     def read(self) -> Tensor:
         """The tokens of every row by slot: int64 [B, S]."""
-        num_blocks = -(-self._num_slots // self._token_PN.shape[1])
-        return self._token_PN[self.block_BM[:, :num_blocks].long()].flatten(1)[:, : self._num_slots].long()
+        num_blocks = -(-self._num_slots // self._token_PJ.shape[1])
+        return self._token_PJ[self.block_BM[:, :num_blocks].long()].flatten(1)[:, : self._num_slots].long()
 
 
 def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:

@@ -173,14 +173,14 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
 
     def _keep_text(self, token_T: Tensor) -> Text | None:
         """Put the tokens of a forward into their slots; None where vLLM tries the model without a text."""
-        metadata, _, cache_PHNC, slot_T = get_attention_context(self.model.attn_name)
+        metadata, _, cache_PHJX, slot_T = get_attention_context(self.model.attn_name)
         if metadata is None or slot_T is None:
             return None
         block_BM = getattr(metadata, "block_table", None)
         if block_BM is None:
             _warn_of_no_blocks(type(metadata).__name__)
             return None
-        text = Text(cache_PHNC, block_BM, metadata.max_seq_len)
+        text = Text(cache_PHJX, block_BM, metadata.max_seq_len)
         text.write(slot_T, token_T)
         return text
 

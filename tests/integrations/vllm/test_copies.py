@@ -13,16 +13,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slots_hold_token_ids_in_every_number_format(dtype: torch.dtype, layout: str) -> None:
     """Five blocks of four slots; texts of 6 and 9 tokens in blocks (3, 1) and (4, 0...)."""
-    cache_PHNC = torch.zeros(5, 2, 4, 16).to(dtype)
+    cache_PHJX = torch.zeros(5, 2, 4, 16).to(dtype)
     if layout == "slots first":
-        cache_PHNC = torch.zeros(5, 4, 2, 16).to(dtype).transpose(1, 2)
+        cache_PHJX = torch.zeros(5, 4, 2, 16).to(dtype).transpose(1, 2)
     block_BM = torch.tensor([[3, 1, 0], [4, 2, 1]], dtype=torch.int32)
-    text = Text(cache_PHNC, block_BM, 6)
+    text = Text(cache_PHJX, block_BM, 6)
     text.write(torch.arange(12, 16), torch.tensor([7, 151_935, 9, 10], dtype=torch.int32))
     text.write(torch.tensor([4, 5, 16, 17, 18, 19, 8, -1]), torch.tensor([11, 12, 1, 2, 3, 4, VOCAB - 1, 99]))
     assert text.read()[0].tolist() == [7, 151_935, 9, 10, 11, 12]
-    assert Text(cache_PHNC, block_BM, 5).read()[1].tolist() == [1, 2, 3, 4, VOCAB - 1]
-    assert Text(cache_PHNC, block_BM, 6).read()[0].tolist() == [7, 151_935, 9, 10, 11, 12], "the cache alone remembers"
+    assert Text(cache_PHJX, block_BM, 5).read()[1].tolist() == [1, 2, 3, 4, VOCAB - 1]
+    assert Text(cache_PHJX, block_BM, 6).read()[0].tolist() == [7, 151_935, 9, 10, 11, 12], "the cache alone remembers"
     text.write(torch.tensor([5]), torch.tensor([13]))
     assert text.read()[0].tolist()[-2:] == [11, 13], "a rejected draft is overwritten"
 

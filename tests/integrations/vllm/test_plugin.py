@@ -108,18 +108,18 @@ class Cache:
     """What vLLM lays around a forward: blocks of a cache, their table, and the slots that the tokens go to."""
 
     def __init__(self, num_rows: int, num_blocks: int, block_size: int) -> None:
-        self.cache_PHNC = torch.zeros(1 + num_rows * num_blocks, 2, block_size, 16)
+        self.cache_PHJX = torch.zeros(1 + num_rows * num_blocks, 2, block_size, 16)
         shuffled = 1 + torch.randperm(num_rows * num_blocks)
         self.block_BM = shuffled.view(num_rows, num_blocks).int()
         self.block_size = block_size
-        self.context: tuple[SimpleNamespace | None, None, Tensor, Tensor | None] = (None, None, self.cache_PHNC, None)
+        self.context: tuple[SimpleNamespace | None, None, Tensor, Tensor | None] = (None, None, self.cache_PHJX, None)
 
     def prepare(self, rows: list[int], row_T: Tensor, position_T: Tensor) -> None:
         """The next forward has these tokens of these rows."""
         block_T = self.block_BM[row_T, position_T // self.block_size].long()
         metadata = SimpleNamespace(block_table=self.block_BM[rows], max_seq_len=int(position_T.max()) + 1)
         slot_T = block_T * self.block_size + position_T % self.block_size
-        self.context = (metadata, None, self.cache_PHNC, slot_T)
+        self.context = (metadata, None, self.cache_PHJX, slot_T)
 
 
 @torch.inference_mode()
