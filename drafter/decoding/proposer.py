@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafter.decoding.sampling import Warp
+from drafter.decoding.sampling import Noise, Warp
 from drafter.decoding.tree import Candidates, NodeList, depths_of, pack_nodes
 
 
@@ -69,22 +69,21 @@ class Proposer:
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
 
-    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """Draft nodes for every row; no two nodes of a row may have the same path.
 
         Args:
             rows: state of the B running rows.
-            noise_BLV: keyed Gumbel noise of the target's picks at depth 0 .. L, [B, >= L, V]; None when every row is
-                greedy.
+            noise: keyed Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy.
         """
         raise NotImplementedError
 
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`.
 
         A row with a score that is no number gets no drafts and is marked: nobody waits for an accelerator here.
         """
-        token_BM, parent_BM, score_BM = self.draft(rows, noise_BLV)
+        token_BM, parent_BM, score_BM = self.draft(rows, noise)
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
@@ -112,7 +111,7 @@ class RootOnly(Proposer):
         super().__init__(())
         self.num_nodes = num_nodes
 
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
         """A tree of one node per row."""
         node_N = torch.arange(self.num_nodes, device=rows.root_B.device)
         node_BN = node_N.expand(rows.root_B.shape[0], -1)

@@ -19,13 +19,19 @@ float64 logarithm; about one number in 2^28 still differs after the rounding. Ex
 largest Gumbel number is 36.7, and the grid moves at most V * 2^-53 of probability (5e-12 for V = 49152). 24-bit uniform
 numbers could move V * 2^-25 (1e-3).
 
-Shapes: B rows · T positions · N tree nodes · V vocabulary · M listed token ids (M = V or a subset) · K listed best
-tokens.
+On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), for plain and drafted decoding
+alike, so that the picks have the same bits. The functions here define the result of the kernel.
+
+Shapes: B rows · T positions · N tree nodes · L draft length (L + 1 depths) · V vocabulary · M listed token ids (V or a
+subset) · K listed best tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -40,8 +46,19 @@ STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
 STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
 STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
 
+_HAS_TRITON = find_spec("triton") is not None
 _MANY_TOKENS = 4096  # fewer tokens are a small part of a processor's cache
 _TOP_P_SHORTLISTS = (256, 4096)  # lengths of the lists that a CPU sorts before it sorts a whole row
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels hash, filter and pick; on other devices the functions of this file do."""
+    return device.type == "cuda" and _HAS_TRITON
+
+
+def _kernels() -> ModuleType:
+    """The kernels, whose compiler takes long to import."""
+    return import_module("drafter.kernels.picking")
 
 
 def _signed(word: int) -> int:
@@ -84,7 +101,8 @@ def _uniform(word: Tensor) -> Tensor:
 def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
     """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] int64: 64 random bits for each (seed, position, token id).
 
-    Within one (seed, position) the bits of different tokens always differ, because mix64 is a bijection. In a compiled
+    token_ids may also differ by row, [B, 1, M]. Within one (seed, position) the bits of different tokens always differ,
+    because mix64 is a bijection. In a compiled
     graph token_ids must be an input and no arange of the graph: inductor would fold the product with GAMMA into an
     index expression.
     """
@@ -98,6 +116,8 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
     position is the absolute position of the picked token. token_ids may list any subset of the vocabulary in any order;
     the result holds these columns of the full noise. Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling", 2014.
     """
+    if has_kernels(token_ids.device):
+        return _kernels().gumbel_noise(seed_B, position_BT, token_ids, stream)
     if token_ids.device.type != "cpu" or len(token_ids) < _MANY_TOKENS:
         return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
     # One position at a time, so that some twenty passes over its numbers stay within a processor's cache.
@@ -121,8 +141,35 @@ def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
     return _uniform(word_BT).float().clamp_(max=1.0 - 2.0**-24)
 
 
+class Noise(NamedTuple):
+    """Noise of the target's picks at depth 0 .. L: a table, or without one, hashed where somebody asks.
+
+    Attributes:
+        seed_B: int64.
+        length_B: position of the root, int64; the pick at depth d has position length + d + 1.
+        table_BLV: float32 [B, >= L + 1, V]; None on a device with the kernels.
+    """
+
+    seed_B: Tensor
+    length_B: Tensor
+    table_BLV: Tensor | None
+
+    def at(self, depth: int, token_ids: Tensor) -> Tensor:
+        """Noise of tokens [M], or of a list for each row [B, M], at one depth: float32 [B, M]."""
+        is_shared = token_ids.dim() == 1
+        if self.table_BLV is None:
+            position_B1 = self.length_B[:, None] + depth + 1
+            return gumbel_noise(self.seed_B, position_B1, token_ids if is_shared else token_ids[:, None])[:, 0]
+        noise_BV = self.table_BLV[:, depth]
+        return noise_BV.index_select(1, token_ids) if is_shared else noise_BV.gather(1, token_ids)
+
+
 class Warp(NamedTuple):
-    """Sampling parameters of B rows as tensors, and facts about the rows on the host: a filter without rows is free."""
+    """Sampling parameters of B rows as tensors, and facts about the rows on the host: a filter without rows is free.
+
+    Kernels read the tensors alone, so on their devices the facts about filters are the same for all rows: steps with
+    and without filters share a CUDA graph.
+    """
 
     temperature_B: Tensor  # float32; 0 = greedy
     top_k_B: Tensor  # int64; 0 = off
@@ -132,21 +179,29 @@ class Warp(NamedTuple):
     max_top_k: int  # largest top_k of all rows; 0 = no row has one
     has_top_p: bool
     has_min_p: bool
+    has_kernels: bool = False
 
 
-def make_warp(params: Iterable[SamplingParams], device: torch.device | str = "cpu") -> Warp:
-    """B sampling parameters -> Warp on device. A greedy row loses its filters, which cannot change the argmax."""
+def make_warp(
+    params: Iterable[SamplingParams], device: torch.device | str = "cpu", *, with_kernels: bool | None = None
+) -> Warp:
+    """B sampling parameters -> Warp on device. A greedy row loses its filters, which cannot change the argmax.
+
+    ``with_kernels`` says for tensors on their way to another device whether kernels will read them there.
+    """
     rows = [(p.temperature, p.top_k, p.top_p, p.min_p) if p.temperature > 0 else (0.0, 0, 1.0, 0.0) for p in params]
     temperature, top_k, top_p, min_p = ([row[i] for row in rows] for i in range(4))
+    is_fused = has_kernels(torch.device(device)) if with_kernels is None else with_kernels
     return Warp(
         torch.tensor(temperature, dtype=torch.float32, device=device),
         torch.tensor(top_k, dtype=torch.int64, device=device),
         torch.tensor(top_p, dtype=torch.float32, device=device),
         torch.tensor(min_p, dtype=torch.float32, device=device),
         has_noise=any(temperature),
-        max_top_k=int(max(top_k, default=0)),
-        has_top_p=any(p < 1 for p in top_p),
-        has_min_p=any(p > 0 for p in min_p),
+        max_top_k=0 if is_fused else int(max(top_k, default=0)),
+        has_top_p=not is_fused and any(p < 1 for p in top_p),
+        has_min_p=not is_fused and any(p > 0 for p in min_p),
+        has_kernels=is_fused,
     )
 
 
@@ -157,6 +212,8 @@ def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
     is a threshold on the value. So equal logits are kept or dropped together, the best token is always kept, and the
     result for a row does not depend on the other rows. Static shapes; no host sync on an accelerator.
     """
+    if warp.has_kernels:
+        return _kernels().warp_logits(logits_BNV, *warp[:4])
     temperature_B = warp.temperature_B
     scale_B = temperature_B.where(temperature_B > 0, 1.0)
     warped_BNV = logits_BNV.float() / scale_B[:, None, None]
@@ -239,3 +296,17 @@ def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
         return argmax(logits_BNV)
     is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
     return argmax(warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11))
+
+
+def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: Warp) -> Tensor:
+    """:func:`pick` of nodes whose depths are given [B, N], with the noise of their depths; None: no row samples."""
+    if noise is None:
+        return pick(logits_BNV, None, warp)
+    if noise.table_BLV is None:
+        return _kernels().pick(logits_BNV, noise.seed_B, noise.length_B, depth_BN, *warp[:4])
+    noise_BNV = noise.table_BLV
+    if noise_BNV.shape[1] > 1:  # noise of one depth is broadcast
+        # Indexing copies whole rows of V numbers; a gather would look up each number.
+        row_B1 = torch.arange(noise_BNV.shape[0], device=noise_BNV.device)[:, None]
+        noise_BNV = noise_BNV[row_B1, depth_BN]
+    return pick(logits_BNV, noise_BNV, warp)

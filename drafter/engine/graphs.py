@@ -10,7 +10,7 @@ import torch
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
-_MOST_GRAPHS = 64  # of one owner; sampled rows combine filters in many ways
+_MOST_GRAPHS = 64  # of one owner
 T = TypeVar("T")
 
 

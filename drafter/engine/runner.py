@@ -16,7 +16,15 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
-from drafter.decoding.sampling import STREAM_RESIDUAL, gumbel_noise, make_warp, pick, warped_log_probs
+from drafter.decoding.sampling import (
+    STREAM_RESIDUAL,
+    Noise,
+    gumbel_noise,
+    has_kernels,
+    make_warp,
+    pick_nodes,
+    warped_log_probs,
+)
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
@@ -193,28 +201,28 @@ class Runner:
             The results as packed words, and the results.
         """
         has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
-        noise_BLV = self._noise(rows, proposer.max_depth) if has_noise else None
-        candidates = self._propose(proposer, rows, noise_BLV, is_trial=is_trial)
+        noise = self._noise(rows, proposer.max_depth) if has_noise else None
+        candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if wanted.has_plain_rows and proposer.max_depth > 0:
             is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
-        accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise_BLV, proposer.max_depth)
+        accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise, proposer.max_depth)
         emitted_BL = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BL, wanted)
         words_X = _packed(results)
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
         return words_X, results
 
-    def _propose(self, proposer: Proposer, rows: RowState, noise_BLV: Tensor | None, *, is_trial: bool) -> Candidates:
+    def _propose(self, proposer: Proposer, rows: RowState, noise: Noise | None, *, is_trial: bool) -> Candidates:
         """The trees of a step; their roots alone where the drafts fail, because no draft may end an answer."""
         try:
-            return proposer.propose(rows, noise_BLV)
+            return proposer.propose(rows, noise)
         except Exception as error:
             if is_trial or self._graphs.is_recording or is_out_of_memory(error):
                 raise
             self._count_failure(first_line(error))
-        candidates = RootOnly(proposer.num_nodes).propose(rows, noise_BLV)
+        candidates = RootOnly(proposer.num_nodes).propose(rows, noise)
         if self._is_rejection:  # padding has no q, but the rule reads one
             shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
             candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
@@ -301,14 +309,10 @@ class Runner:
             is_active[request.row], is_drafted[request.row] = True, request.options.speculate
         if self._decided == (self._params, is_active, is_drafted):
             return
-        warp = make_warp(self._params)
+        warp = self._warp = make_warp(self._params, with_kernels=has_kernels(self.target.device))
         flags = map(torch.tensor, (is_active, is_drafted))
         parts = warp.top_k_B, warp.temperature_B, warp.top_p_B, warp.min_p_B, *flags
         self._decided_X.copy_(to_device(self.target.device, torch.cat([part.view(torch.uint8) for part in parts]))[0])
-        most = warp.max_top_k
-        if self._graphs.is_on and most:  # few numbers, so that few graphs are recorded
-            most = 1 << (most - 1).bit_length()
-        self._warp = warp._replace(max_top_k=most)
         self._decided = list(self._params), is_active, is_drafted
 
     def _wanted(self, requests: Sequence[Request], num_rows: int) -> _Wanted:
@@ -323,13 +327,18 @@ class Runner:
         has_plain_rows = any(not request.options.speculate for request in requests)
         return _Wanted(row_R, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
 
-    def _noise(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
+    def _noise(self, rows: RowState, max_depth: int) -> Noise:
+        """Noise of the picks at depth 0 .. L."""
+        table_BLV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
+        return Noise(rows.seed_B, rows.length_B, table_BLV)
+
+    def _noise_table(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
         """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
         position_BL = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
         return gumbel_noise(rows.seed_B, position_BL, self._token_V, **stream)
 
     def _verify(
-        self, rows: RowState, candidates: Candidates, noise_BLV: Tensor | None, max_depth: int
+        self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
         """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
@@ -338,11 +347,11 @@ class Runner:
         )
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
-            noise_BNV = self._noise(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
+            noise_BNV = self._noise_table(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
             position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
             accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
         else:
-            pick_BN = pick(logits_BNV, _by_depth(noise_BLV, candidates), rows.warp)
+            pick_BN = pick_nodes(logits_BNV, candidates.depth_BN, noise, rows.warp)
             accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, context_BNC
 
@@ -397,15 +406,6 @@ class Runner:
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
         self._length_B[:num_rows] = length_B
-
-
-def _by_depth(noise_BLV: Tensor | None, candidates: Candidates) -> Tensor | None:
-    """Noise of each node's pick [B, N, V] from noise by depth [B, L + 1, V]."""
-    if noise_BLV is None or noise_BLV.shape[1] == 1:  # noise of one depth is broadcast
-        return noise_BLV
-    # Indexing copies whole rows of V numbers; a gather would look up each number.
-    row_B1 = torch.arange(noise_BLV.shape[0], device=noise_BLV.device)[:, None]
-    return noise_BLV[row_B1, candidates.depth_BN]
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

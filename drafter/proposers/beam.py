@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.sampling import Warp, warp_logits
+from drafter.decoding.sampling import Noise, Warp, warp_logits
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
@@ -88,11 +88,11 @@ class BeamProposer(Proposer):
                 drafter, target, self._index_V, self._odds_X, drafting, self.length, self.max_depth
             )
 
-    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
         inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
         if rows.warp.has_noise:
-            columns = self._search(*inputs, rows.warp, noise_BLV if self._drafting.coupled else None)
+            columns = self._search(*inputs, rows.warp, noise if self._drafting.coupled else None)
         else:
             columns = (self._native_search or self._search)(*inputs)
         nodes = NodeList(*columns)
@@ -107,19 +107,19 @@ class BeamProposer(Proposer):
         history_BS: Tensor,
         position_B: Tensor,
         warp: Warp | None = None,
-        noise_BLV: Tensor | None = None,
+        noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, M]."""
         copies = Copies.of(history_BS, position_B, self._odds_X)
-        levels, copies = self._drafted_levels(root_B, context_BC, copies, warp, noise_BLV)
-        levels += self._copied_levels(levels[-1], copies, warp, noise_BLV)
+        levels, copies = self._drafted_levels(root_B, context_BC, copies, warp, noise)
+        levels += self._copied_levels(levels[-1], copies, warp, noise)
         starts = [-1, 0, *accumulate(self.level_sizes)]  # where the level above begins; the root is -1
         parents = [level.beam_BW + start for level, start in zip(levels, starts, strict=False)]
         tokens, scores = [level.token_BW for level in levels], [level.total_BW for level in levels]
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
 
     def _drafted_levels(
-        self, root_B: Tensor, context_BC: Tensor, copies: Copies, warp: Warp | None, noise_BLV: Tensor | None
+        self, root_B: Tensor, context_BC: Tensor, copies: Copies, warp: Warp | None, noise: Noise | None
     ) -> tuple[list[_Level], Copies]:
         """The beams of every drafting step, and the copies of the beams before the last step."""
         context_B1C = context_BC[:, None].to(self._dtype)
@@ -131,8 +131,7 @@ class BeamProposer(Proposer):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(state_BWD, self._embed(token_BW).to(self._dtype))
             logits_BWR = self.drafter.logits(context_BWC, state_BWD)
-            noise_BV = None if noise_BLV is None else noise_BLV[:, step]
-            value_BWK, token_BWK = self._rank_children(logits_BWR, copies, noise_BV, warp)
+            value_BWK, token_BWK = self._rank_children(logits_BWR, copies, step, warp, noise)
             # W children of each parent are enough: no parent can have more among the W best of all.
             total_BW, best_BW = (total_BW[:, :, None] + value_BWK).flatten(1).topk(self.width, dim=1)
             beam_BW = best_BW // value_BWK.shape[2]
@@ -143,40 +142,39 @@ class BeamProposer(Proposer):
                 copies = copies.follow(beam_BW, token_BW)
         return levels, copies
 
-    def _copied_levels(self, last: _Level, copies: Copies, warp: Warp | None, noise_BLV: Tensor | None) -> list[_Level]:
+    def _copied_levels(self, last: _Level, copies: Copies, warp: Warp | None, noise: Noise | None) -> list[_Level]:
         """Copies alone lengthen the best beam of the last drafting step, one node a level."""
         levels = []
         for step in range(self.length, self.max_depth):
             best = _Level(*(item[:, :1] for item in last))
             copies = copies.follow(best.beam_BW, best.token_BW)
-            noise_BV = None if noise_BLV is None else noise_BLV[:, step]
-            value_B1, token_B1 = self._rank_copies(copies, noise_BV, warp)
+            value_B1, token_B1 = self._rank_copies(copies, step, warp, noise)
             last = _Level(token_B1, torch.zeros_like(token_B1), best.total_BW + value_B1)
             levels.append(last)
         return levels
 
     def _rank_children(
-        self, logits_BWR: Tensor, copies: Copies, noise_BV: Tensor | None, warp: Warp | None
+        self, logits_BWR: Tensor, copies: Copies, step: int, warp: Warp | None, noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         """The W best children of every beam and the copied token: log-probabilities and tokens, each [B, W, K]."""
         has_noise = warp is not None and warp.has_noise
         rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
         token_BW, odds_BW = copies.best()
         rank_BWR, copied_BW1, total_BW1 = mix(rank_BWR, self._index_V[token_BW], odds_BW)
-        if noise_BV is not None:
+        if noise is not None:
             assert warp is not None
-            noise_BV = noise_BV * ((warp.temperature_B > 0) * self._drafting.noise_weight)[:, None]
-            rank_BWR = rank_BWR + noise_BV.index_select(1, self._token_R)[:, None]
-            copied_BW1 = copied_BW1 + noise_BV.gather(1, token_BW)[:, :, None]
+            weight_B1 = ((warp.temperature_B > 0) * self._drafting.noise_weight)[:, None]
+            rank_BWR = rank_BWR + (noise.at(step, self._token_R) * weight_B1)[:, None]
+            copied_BW1 = copied_BW1 + (noise.at(step, token_BW) * weight_B1)[:, :, None]
         tau = self._drafting.tau
-        if noise_BV is not None or tau != 1.0:
+        if noise is not None or tau != 1.0:
             rank_BWR, copied_BW1 = rank_BWR / tau, copied_BW1 / tau
             total_BW1 = torch.logaddexp(rank_BWR.logsumexp(dim=2, keepdim=True), copied_BW1)
         value_BWK, index_BWK = topk(rank_BWR, self.width)
         value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1
         return value_BWK, torch.cat([self._token_R[index_BWK], token_BW[:, :, None]], dim=2)
 
-    def _rank_copies(self, copies: Copies, noise_BV: Tensor | None, warp: Warp | None) -> tuple[Tensor, Tensor]:
+    def _rank_copies(self, copies: Copies, step: int, warp: Warp | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The copied token of the one beam that is left: log-probability and token, each [B, 1].
 
         With the noise g of the token, its rank log(share) + g exceeds the largest of many others, a Gumbel number
@@ -184,9 +182,9 @@ class BeamProposer(Proposer):
         """
         token_B1, odds_B1 = copies.best()
         value_B1 = -F.softplus(-odds_B1)
-        if noise_BV is not None:
+        if noise is not None:
             assert warp is not None
-            ranked_B1 = -(-odds_B1 - self._drafting.noise_weight * noise_BV.gather(1, token_B1)).exp()
+            ranked_B1 = -(-odds_B1 - self._drafting.noise_weight * noise.at(step, token_B1)).exp()
             value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
         return value_B1, token_B1
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.sampling import STREAM_DRAFT, gumbel_noise, pick, warped_log_probs
+from drafter.decoding.sampling import STREAM_DRAFT, Noise, gumbel_noise, pick_nodes, warped_log_probs
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
@@ -75,7 +75,7 @@ class DraftModelProposer(Proposer):
         self._cache.copy_row(source, destination, self._cache.num_slots)
 
     @torch.inference_mode()
-    def propose(self, rows: RowState, noise_BLV: Tensor | None) -> Candidates:
+    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
         """Draft gamma tokens for every row (see :class:`drafter.decoding.proposer.Proposer`)."""
         # A row of length 0 has no token before its root. Its second token is undefined here, and the next forward
         # overwrites the slot of that token before any read.
@@ -94,10 +94,10 @@ class DraftModelProposer(Proposer):
             if self._is_rejection:
                 log_qs.append(warped_log_probs(logits_BTV, rows.warp))
                 drafts.append(self._sample(log_qs[-1], rows, step))
-            elif noise_BLV is None or not self._coupled:
+            elif noise is None or not self._coupled:
                 drafts.append(argmax(logits_BTV))
             else:
-                drafts.append(pick(logits_BTV, noise_BLV[:, step : step + 1], rows.warp))
+                drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], step), noise, rows.warp))
         node_N = torch.arange(self.num_nodes, device=start_B.device)
         token_BN = torch.cat([rows.root_B[:, None], *drafts], dim=1)
         return Candidates(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.sampling import Noise
 from drafter.decoding.tree import NodeList
 from drafter.proposers.options import Drafting
 
@@ -95,7 +96,7 @@ class LookupProposer(Proposer):
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 
-    def draft(self, rows: RowState, noise_BLV: Tensor | None = None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList:
         """Place l * M + m holds token l of match m, and no node where an earlier match proposes the same tokens.
 
         The noise is not used.

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.sampling import Noise
 from drafter.decoding.tree import NodeList
 from drafter.engine import engine as engine_module
 from drafter.engine.engine import Engine
@@ -30,7 +30,7 @@ class Chain(Proposer):
         super().__init__((1, 1, 1))
         self._failure, self._step = failure, 0
 
-    def draft(self, rows: RowState, noise_BLV: Tensor | None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         token_BM = torch.ones(len(rows.root_B), 3, dtype=torch.int64)
         score_BM = torch.tensor([-0.1, -0.2, -0.3]).expand(len(token_BM), -1)
         self._step += 1

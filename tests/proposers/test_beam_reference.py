@@ -16,7 +16,7 @@ from torch.func import vmap
 
 from drafter import reference
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.sampling import STREAM_ACCEPT, gumbel_noise, make_warp, uniform_noise
+from drafter.decoding.sampling import STREAM_ACCEPT, Noise, gumbel_noise, make_warp, uniform_noise
 from drafter.decoding.tree import Candidates, ancestors, pack_nodes
 from drafter.decoding.verify import accept_picks, accept_samples
 from drafter.kernels import native
@@ -93,10 +93,11 @@ class Case:
             seed_B=torch.tensor([p.signed_seed for p in self.params]),
             warp=make_warp(self.params),
         )
-        self.noise_BLV = None
+        self.noise = None
         if any(p.temperature > 0 for p in self.params):
             position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
-            self.noise_BLV = gumbel_noise(self.rows.seed_B, position_BL, torch.arange(self.vocab_size))
+            noise_BLV = gumbel_noise(self.rows.seed_B, position_BL, torch.arange(self.vocab_size))
+            self.noise = Noise(self.rows.seed_B, self.rows.length_B, noise_BLV)
 
     def proposer(self, num_nodes=1024, **more):
         """The search, with all nodes unless fewer are asked for."""
@@ -129,7 +130,7 @@ class Case:
             share_V[copied] += share
             rank_V = [math.log(each) if each else -math.inf for each in share_V]
             if self.is_coupled and p.temperature > 0:
-                noise_V = self.noise_BLV[row, len(path)].tolist()
+                noise_V = self.noise.table_BLV[row, len(path)].tolist()
                 rank_V = [rank + self.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
             return [math.log(each) if each else -math.inf for each in softmax([rank / self.tau for rank in rank_V])]
 
@@ -183,11 +184,11 @@ def test_beam_search_equals_the_reference(block):
     num_compared = num_on_edge = 0
     for number in range(block * per_block, (block + 1) * per_block):
         case = Case(number)
-        token_BM, parent_BM, score_BM = case.proposer().draft(case.rows, case.noise_BLV)[:3]
+        token_BM, parent_BM, score_BM = case.proposer().draft(case.rows, case.noise)[:3]
         num_nodes = random.Random(-number).randint(2, 1 + case.width * case.length)
         all_nodes = case.proposer(num_nodes)
         final = case.proposer(tree_policy="final-beams")
-        trees = all_nodes.propose(case.rows, case.noise_BLV), final.propose(case.rows, case.noise_BLV)
+        trees = all_nodes.propose(case.rows, case.noise), final.propose(case.rows, case.noise)
         for row in range(case.num_rows):
             nodes = case.reference_tree(row)
             expected = paths_of(nodes)
