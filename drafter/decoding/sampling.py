@@ -158,7 +158,7 @@ class Noise(NamedTuple):
         """Noise of tokens [M], or of a list for each row [B, M], at one depth: float32 [B, M]."""
         is_shared = token_ids.dim() == 1
         if self.table_BLV is None:
-            position_B1 = self.length_B[:, None] + depth + 1
+            position_B1 = self.length_B[:, None] + (depth + 1)
             return gumbel_noise(self.seed_B, position_B1, token_ids if is_shared else token_ids[:, None])[:, 0]
         noise_BV = self.table_BLV[:, depth]
         return noise_BV.index_select(1, token_ids) if is_shared else noise_BV.gather(1, token_ids)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import drafter.engine.engine as engine_module
 from drafter.decoding.params import SamplingParams
+from drafter.decoding.sampling import Noise, make_warp, pick_nodes
 from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
@@ -23,7 +25,7 @@ from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
 from tests.accelerator.cuda.device import counted, counts
-from tests.accelerator.cuda.models import EIGHT_B, TINY, drafter_of, target_of
+from tests.accelerator.cuda.models import CUDA, EIGHT_B, TINY, drafter_of, target_of
 from tests.data.tiny import tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=300, ignore_eos=True)
@@ -80,6 +82,36 @@ def test_a_steady_step_is_one_launch_and_one_wait(
             assert len(engine.step()) == len(params)
         assert count["graph_launch"] == count["sync"] == count["d2h"] == 1 and count["launch"] <= 4, count
         assert not any(count[name] for name in ("h2d_pageable", "h2d_pinned", "capture", "violation")), count
+
+
+FILTERS = [{"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}, {}]
+
+
+def test_rows_with_any_filters_share_the_graph_of_the_warm_up(engine: Engine) -> None:
+    for filters in FILTERS:
+        start(engine, GREEDY, replace(SAMPLED, **({"top_p": 1.0} | filters)), FILTERED)  # type: ignore[arg-type]
+        with counted() as count:
+            engine.step()
+        assert count["capture"] == 0 and count["graph_launch"] == 1, count
+        engine.drop()
+
+
+def test_picks_and_noise_are_one_launch_without_copies_of_the_logits() -> None:
+    """Trees of 24 nodes in 32 rows over 128k tokens."""
+    with CUDA:
+        logits_BNV = torch.zeros(32, 24, 128256, dtype=torch.bfloat16)
+        number_B, depth_BN = torch.zeros(32, dtype=torch.int64), torch.zeros(32, 24, dtype=torch.int64)
+        token_R = torch.arange(32000)
+    warp = make_warp([SAMPLED, FILTERED] * 16, CUDA)
+    noise = Noise(number_B, number_B, None)
+    picks, noises = partial(pick_nodes, logits_BNV, depth_BN, noise, warp), partial(noise.at, 3, token_R)
+    for work, num_launches in ((picks, 1), (noises, 2)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with counted() as count:
+            result = work()
+        assert count["launch"] <= num_launches and count["sync"] == 0, count
+        assert torch.cuda.max_memory_allocated() - before <= result.nbytes + 4096
 
 
 @pytest.mark.parametrize("method", ["none", "lookup"])
@@ -152,7 +184,6 @@ def test_drafters_of_any_shape_take_over_in_any_thread(engine: Engine) -> None:
         run_in_thread(
             lambda width=width: engine.replace_drafter(drafter_of(target, num_res_blocks=1, block_rank=width))
         )  # type: ignore[misc]
-        engine.step()  # the two rows' own filters are recorded once for a drafter
         with counted() as count:
             run_in_thread(engine.step)
         assert count["graph_launch"] == count["sync"] == 1 and count["capture"] == 0, count
