@@ -330,7 +330,8 @@ class Runner:
     def _noise(self, rows: RowState, max_depth: int) -> Noise:
         """Noise of the picks at depth 0 .. L."""
         table_BLV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
-        return Noise(rows.seed_B, rows.length_B, table_BLV)
+        # Columns of the rows' state, which each kernel would copy.
+        return Noise(rows.seed_B.contiguous(), rows.length_B.contiguous(), table_BLV)
 
     def _noise_table(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
         """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
