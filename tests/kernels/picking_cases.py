@@ -12,7 +12,6 @@ from drafter.kernels import picking
 from tests.decoding.test_sampling import MIXED
 
 PARAMS = [*MIXED, SamplingParams(temperature=0.8, top_k=3, min_p=0.3), SamplingParams(temperature=1.1, top_p=0.3)]
-
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 
@@ -49,6 +48,8 @@ def test_picks_and_filters_equal_their_definition(
     last = pick_nodes(logits_BNV[:, -1:], depth_BN[:, -1:], noise, in_kernel)
     assert torch.equal(last, pick_BN[:, -1:])
     assert torch.equal(warp_logits(logits_BNV, in_kernel).cpu(), expected[1])
+    logits_BNV[:, :, 1] = torch.nan
+    assert warp_logits(logits_BNV[:, :1], in_kernel)[:, :, 1].isnan().all()
 
 
 def test_noise_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
