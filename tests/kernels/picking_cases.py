@@ -29,7 +29,7 @@ def tied_logits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("num_rows", "num_nodes", "num_tokens"), [(12, 2, 7), (12, 1, 1003), (2, 24, 50)])
+@pytest.mark.parametrize(("num_rows", "num_nodes", "num_tokens"), [(12, 2, 7), (12, 1, 603), (1, 24, 50)])
 def test_picks_and_filters_equal_their_definition(
     dtype: torch.dtype, num_rows: int, num_nodes: int, num_tokens: int
 ) -> None:
