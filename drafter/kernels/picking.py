@@ -181,10 +181,10 @@ def _filter(
 
 @triton.jit
 def _scores(logits, first, scale, threshold, size: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of a tile and their warped logits."""
+    """Tokens of a tile and their warped logits; what is no number stays so, because a failed drafter must show."""
     token, logit = _load(logits, first, size, TILE)
     score = tl.div_rn(logit, scale)
-    return token, tl.where(score >= threshold, score, float("-inf"))
+    return token, tl.where(score < threshold, float("-inf"), score)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_BY_ROW)
