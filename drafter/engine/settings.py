@@ -77,7 +77,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Refuse values out of range, and settings that contradict each other for every model and device."""
         check_ranges(self)
-        for name, choices in (("method", get_args(Method)), ("tree_policy", get_args(TreePolicy))):
+        for name, choices in (("method", tuple(METHODS)), ("tree_policy", get_args(TreePolicy))):
             if getattr(self, name) is not None:
                 require_choice(name, getattr(self, name), choices)
         if self.method is not None:

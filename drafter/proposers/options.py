@@ -41,15 +41,17 @@ _BEAM_SWITCHES: dict[str, str | tuple[str, Any]] = {
     "uncoupled": ("coupled", False), "alone": ("copying", False), "tuned": ("is_tuned", True),
 }  # fmt: skip
 METHODS = {
-    "none": Way("plain:PlainDrafting"),
+    "none": Way("drafter.proposers.plain:PlainDrafting"),
     "drafter": Way(
-        "beam:BeamDrafting",
+        "drafter.proposers.beam:BeamDrafting",
         ("beam_width", "draft_length", "tree_size", "tree_policy", "copying", "tuned"),
         {**_TREE, **_BEAM_SWITCHES},
     ),
-    "lookup": Way("lookup:LookupDrafting", ("tree_size",), {**_TREE, "W": "num_matches", "L": "lookup_length"}),
+    "lookup": Way(
+        "drafter.proposers.lookup:LookupDrafting", ("tree_size",), {**_TREE, "W": "num_matches", "L": "lookup_length"}
+    ),
     "draft-model": Way(
-        "draft_model:DraftModelDrafting",
+        "drafter.proposers.draft_model:DraftModelDrafting",
         ("num_speculative_tokens",),
         {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
     ),
@@ -111,5 +113,5 @@ class Drafting:
 def drafting_class(method: str) -> type[Drafting]:
     """The settings of a method; imports its proposer."""
     module, name = METHODS[method].settings.split(":")
-    found: type[Drafting] = getattr(import_module(f"drafter.proposers.{module}"), name)
+    found: type[Drafting] = getattr(import_module(module), name)
     return found

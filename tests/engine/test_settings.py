@@ -1,12 +1,16 @@
 """resolve: what an engine does where the user leaves settings open, and every refusal by its flag."""
 
+from doctest import DocTestParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
+from drafter.proposers.options import METHODS, Way
 from drafter.runtimes.base import Traits
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
@@ -115,3 +119,17 @@ def test_a_command_refuses_a_method_without_its_model_before_it_loads_one() -> N
     assert EngineOptions(target="smollm2-135m").drafter_used == "smollm2-135m"
     assert EngineOptions(target="smollm2-135m", drafter="none").drafter_used is None
     assert EngineOptions(target="smollm2-135m", method="lookup").drafter_used is None
+
+
+def test_a_new_way_to_draft_is_one_file_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    section = page[page.index("**A proposer**") : page.index("One line of `METHODS`")]
+    code = "".join(example.source for example in DocTestParser().get_examples(section))
+    (tmp_path / "copy_text.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(METHODS, "copy", Way("copy_text:CopyDrafting", reads=("tree_size",)))
+    engine = Engine(shared_target(), config=EngineConfig(method="copy", tree_size=4))
+    assert engine.plan.reason == "copy, N 4: as given"
+    assert engine.proposer.num_nodes == 4
+    with pytest.raises(ValueError, match="--copying.* is for --method drafter, and --method copy does not read it"):
+        EngineConfig(method="copy", copying=True)
