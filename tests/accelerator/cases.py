@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import drafter.engine.engine as engine_module
+import drafter.proposers.beam as beam_module
 from drafter.data.batch import collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
@@ -75,7 +75,7 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
 
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(engine_module, "check_drafts", lambda *given: None)  # which asks for numbers, once at loading
+    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)  # which asks for numbers, once at loading
     refuser.clear()
     with refuser.on():
         yield
