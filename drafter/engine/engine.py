@@ -263,15 +263,14 @@ class Engine:
             return []
         proposer = self._proposer_for(active)
         num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
-        updates = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
-        if self._sizer is not None and proposer is not self._plain:
-            self._sizer.observe([len(each.token_ids) - 1 for each in updates if each.request.options.speculate])
-        if self.plan.method == "drafter" and proposer is not self._plain:
-            self._watch([update for update in updates if update.request.options.speculate])
-        for place, update in enumerate(updates):
-            taken = update.request.extend(update.token_ids)
-            logprobs = update.logprobs and update.logprobs[: len(taken)]
-            updates[place] = update._replace(token_ids=taken, logprobs=logprobs)
+        results = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
+        if proposer is not self._plain:
+            speculated = zip(active, results, strict=True)
+            self._watch([len(result.emitted) - 1 for request, result in speculated if request.options.speculate])
+        updates = []
+        for request, result in zip(active, results, strict=True):
+            taken = request.extend(result.emitted)
+            updates.append(Update(request, taken, result.logprobs and result.logprobs[: len(taken)], result.tree))
         return updates
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
@@ -330,11 +329,15 @@ class Engine:
         """Steps that went on without drafts, because the drafts failed."""
         return 0 if self._runner is None else self._runner.num_failed_drafts
 
-    def _watch(self, updates: Sequence[Update]) -> None:
-        """End drafting after many steps in vain: such drafts only cost time."""
+    def _watch(self, accepted: list[int]) -> None:
+        """Learn from the accepted drafts of each row; end drafting after many steps in vain, which only cost time."""
+        if self._sizer is not None:
+            self._sizer.observe(accepted)
+        if self.plan.method != "drafter":
+            return
         before = self._num_vain_steps
-        for update in updates:
-            self._num_vain_steps = self._num_vain_steps + 1 if len(update.token_ids) == 1 else 0
+        for number in accepted:
+            self._num_vain_steps = 0 if number else self._num_vain_steps + 1
         if before < _MOST_VAIN_STEPS <= self._num_vain_steps:
             _log.warning(
                 "no drafted token was accepted in %d steps: decoding goes on without drafts; `drafter tune` measures "
@@ -366,13 +369,13 @@ class Engine:
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
-        moves, copies, started = self._scheduler.schedule()
-        for source, destination in moves:
+        schedule = self._scheduler.schedule()
+        for source, destination in schedule.moves:
             runner.move(source, destination, self._scheduler.rows[destination].num_committed)
             self.proposer.move(source, destination)
-        for copy in copies:
+        for copy in schedule.copies:
             runner.cache.copy_row(*copy)
-        for request in started:
+        for request in schedule.started:
             runner.admit(request.row, request.prompt_ids, request.params, request.num_prefilled)
             self.proposer.admit(request.row, request.prompt_ids)
             request.started = time.perf_counter()

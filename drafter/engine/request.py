@@ -285,6 +285,14 @@ class StepTree(NamedTuple):
     bonus_id: int
 
 
+class StepResult(NamedTuple):
+    """All emitted tokens of one request in a step, and what its options ask for."""
+
+    emitted: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    tree: StepTree | None = None
+
+
 class Update(NamedTuple):
     """The new tokens of one request after a step, and the outputs that its :class:`RequestOptions` ask for."""
 

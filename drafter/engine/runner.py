@@ -29,7 +29,7 @@ from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
 from drafter.engine.graphs import Graphs
-from drafter.engine.request import Request, StepTree, TokenLogprob, Update
+from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.targets.slots import Slots, TargetOutput
@@ -162,7 +162,9 @@ class Runner:
         self._length_B[span] = stop_B
 
     @torch.inference_mode()
-    def step(self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int) -> list[Update]:
+    def step(
+        self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int
+    ) -> list[StepResult]:
         """Propose, verify, accept, commit for the rows 0 .. num_rows-1.
 
         Args:
@@ -172,7 +174,7 @@ class Runner:
             max_committed: committed slots of the longest row, known to the host.
 
         Returns:
-            All emitted tokens of each request, and what its options ask for.
+            The result of each request.
         """
         self._tell(requests)
         wanted = self._wanted(requests, num_rows)
@@ -194,7 +196,7 @@ class Runner:
 
     def _run(
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """A step on the device. What it reads besides tensors of fixed addresses is in the key of its graph.
 
         Returns:
@@ -210,7 +212,7 @@ class Runner:
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise, proposer.max_depth)
         emitted_BL = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BL, wanted)
-        words_X = _packed(results)
+        words_X = _packed(results.values())
         self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
         return words_X, results
 
@@ -240,47 +242,46 @@ class Runner:
         logits_BNV: Tensor,
         emitted_BL: Tensor,
         wanted: _Wanted,
-    ) -> list[Tensor]:
+    ) -> dict[str, Tensor]:
         """What :meth:`_hand_out` reads: whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then,
         where a request asks for them, log-probabilities of the rows that ask, and the trees of all rows.
         """
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
-        results = [torch.cat([failed_B[:, None], number_B[:, None], emitted_BL], dim=1)]
+        results = {"line": torch.cat([failed_B[:, None], number_B[:, None], emitted_BL], dim=1)}
         if wanted.num_top is not None:
             row_R = wanted.row_R
             # The token emitted at depth d was picked by the target at the path's node of depth d.
             logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)
             picked_RL1 = logprob_RLV.gather(2, emitted_BL[row_R][:, :, None])
             value_RLK, token_RLK = logprob_RLV.topk(min(wanted.num_top, logprob_RLV.shape[2]), dim=2)
-            results += [picked_RL1[:, :, 0], token_RLK, value_RLK]
+            results |= {"logprob": picked_RL1[:, :, 0], "top_token": token_RLK, "top_logprob": value_RLK}
         if wanted.has_tree:
-            results += [candidates.token_BN, candidates.parent_BN, candidates.is_node_BN]
-            results += [accepted.path_BL, accepted.bonus_B]
+            results |= {name: getattr(candidates, f"{name}_BN") for name in ("token", "parent", "is_node")}
+            results |= {"path": accepted.path_BL, "bonus": accepted.bonus_B}
         return results
 
-    def _hand_out(self, words_X: Tensor, results: list[Tensor], requests: Sequence[Request]) -> list[Update]:
-        """The update of each request. Here the host waits for the device, once a step."""
-        lines, *others = (each.tolist() for each in _unpack(words_X.cpu(), results))
-        logprobs: dict[int, list[TokenLogprob]] = {}
-        num_logprobs = _num_logprobs(requests)
-        if self._graphs.is_on and num_logprobs:  # which hands out all rows
-            others[:3] = ([column[row] for row in num_logprobs] for column in others[:3])
-        for (row, num_top), *columns in zip(num_logprobs.items(), *others[:3], strict=False):
-            logprobs[row] = [
-                TokenLogprob(each, list(zip(*top, strict=True))[:num_top]) for each, *top in zip(*columns, strict=True)
-            ]
-        if any(lines[request.row][0] for request in requests):
+    def _hand_out(self, words_X: Tensor, results: dict[str, Tensor], requests: Sequence[Request]) -> list[StepResult]:
+        """The result of each request. Here the host waits for the device, once a step."""
+        unpacked = _unpack(words_X.cpu(), list(results.values()))
+        found = {name: each.tolist() for name, each in zip(results, unpacked, strict=True)}
+        if any(found["line"][request.row][0] for request in requests):
             self._count_failure("the drafter's scores are no numbers")
-        updates = []
+        asked = {row: place for place, row in enumerate(_num_logprobs(requests))}
+        handed = []
         for request in requests:
-            _, num_emitted, *emitted = lines[request.row]
-            update = Update(request, emitted[:num_emitted], logprobs.get(request.row))
+            row, num_top = request.row, request.options.num_logprobs
+            _, num_emitted, *emitted = found["line"][row]
+            logprobs = tree = None
+            if num_top is not None:
+                place = row if self._graphs.is_on else asked[row]  # graphs hand out all rows
+                each = zip(*(found[name][place] for name in ("logprob", "top_token", "top_logprob")), strict=True)
+                logprobs = [TokenLogprob(own, list(zip(*top, strict=True))[:num_top]) for own, *top in each]
             if request.options.want_tree:
-                tokens, parents, is_node, path, bonus_id = (column[request.row] for column in others[-5:])
-                update = update._replace(tree=_tree_of(tokens, parents, is_node, path[:num_emitted], bonus_id))
-            updates.append(update)
-        return updates
+                tokens, parents, is_node = (found[name][row] for name in ("token", "parent", "is_node"))
+                tree = _tree_of(tokens, parents, is_node, found["path"][row][:num_emitted], found["bonus"][row])
+            handed.append(StepResult(emitted[:num_emitted], logprobs, tree))
+        return handed
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Record the steps of these proposers for every bucket of rows, with a bar; without graphs, try each once.
@@ -409,7 +410,7 @@ class Runner:
         self._length_B[:num_rows] = length_B
 
 
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
+def _packed(tensors: Iterable[Tensor]) -> Tensor:
     """Integers, flags and float32 of any shapes as int64 words, for one transfer."""
     # The bits of a float32 take the lower half of an int64.
     words = [(each.contiguous().view(torch.int32) if each.is_floating_point() else each).long() for each in tensors]

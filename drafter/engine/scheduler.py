@@ -20,6 +20,20 @@ class PrefillChunk(NamedTuple):
     stop: int
 
 
+class Schedule(NamedTuple):
+    """The changes between two steps, in order.
+
+    Attributes:
+        moves: rows that move: source, destination.
+        copies: slots to copy: source row, destination row, number of slots.
+        started: requests that started, with their rows set and ``num_shared`` tokens in the cache.
+    """
+
+    moves: list[tuple[int, int]]
+    copies: list[tuple[int, int, int]]
+    started: list[Request]
+
+
 class Scheduler:
     """First come, first served, over a fixed number of rows.
 
@@ -39,13 +53,8 @@ class Scheduler:
         """Whether a request waits or runs."""
         return any(not request.is_finished for request in (*self.waiting, *self.rows))
 
-    def schedule(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], list[Request]]:
-        """Between two steps: finished rows are freed, waiting requests start, gaps close.
-
-        Returns:
-            The changes, in order: rows that move (source, destination); slots to copy (source row, destination row,
-            number of slots); requests that started, with their rows set and ``num_shared`` tokens in the cache.
-        """
+    def schedule(self) -> Schedule:
+        """Between two steps: finished rows are freed, waiting requests start, gaps close."""
         if self._shares_prefixes:
             for request in self.rows:
                 if request.is_finished or self.waiting:  # otherwise nobody can share the tokens of a running row
@@ -75,7 +84,7 @@ class Scheduler:
                 prefix_copies, request.num_shared = self.prefixes.take(request.row, request.prompt_ids, vacant)
                 request.num_prefilled = request.num_shared
                 copies += prefix_copies
-        return moves, copies, started
+        return Schedule(moves, copies, started)
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
