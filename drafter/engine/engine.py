@@ -202,6 +202,10 @@ class Engine:
         self._runner = None  # the old caches are freed before the new ones are made
         self.proposer.reserve(0, 0)
         check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
+        if self.plan.compile:
+            for model, layers in zip(self._models, (self.proposer.context_layers, ()), strict=False):
+                if model.traits.is_compilable:
+                    model.runtime.compile_layers(layers)
         self._runner = Runner(self.target, self.plan, num_slots, self.proposer.context_layers)
         self.proposer.reserve(self.plan.max_num_seqs, num_slots)
         if self.plan.compile:

@@ -1,12 +1,8 @@
-"""Writes into a slot cache, as functions and as custom operators for compiled code.
-
-A compiler that turns in-place writes into pure functions copies the whole cache for every layer. Custom operators that
-declare the tensors they mutate stay in place.
+"""Writes into a slot cache.
 
 Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -37,8 +33,3 @@ def move_slots(keys: Tensor, values: Tensor, row_B1: Tensor, source_BL: Tensor, 
     for store in (keys, values):
         # The heads' slice stands between the two index tensors, so they lead: [B, L, layers, H, K].
         store[:, row_B1, :, destination_BL] = store[:, row_B1, :, source_BL]
-
-
-_STORES = ("keys", "values")
-write_operator = torch.library.custom_op("drafter::write_slots", write_slots, mutates_args=_STORES)
-move_operator = torch.library.custom_op("drafter::move_slots", move_slots, mutates_args=_STORES)

@@ -58,6 +58,7 @@ class TorchRuntime:
         self.capabilities = capabilities or probe(model, target_name)
         self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
         self._parts: type[Parts] | None = None
+        self._cache_type = SlotCache
         self._cache_keyword = cache_keyword(self.capabilities.decoder)
         output: Any = model.get_output_embeddings()
         self.vocab_size, self.hidden_size = output.weight.shape
@@ -125,6 +126,15 @@ class TorchRuntime:
         use_folded_attention(self.model)
         torch.set_num_threads(process_threads())  # a native target may have taken them
 
+    def compile_layers(self, context_layers: Sequence[int]) -> None:
+        """Compile the layers for the forwards over caches that are made from now on
+        (:func:`drafter.runtimes.compiled.compile_layers`). The model stays so.
+        """
+        if self._cache_type is SlotCache:
+            from drafter.runtimes.compiled import compile_layers
+
+            self._cache_type = compile_layers(self, context_layers)
+
     def use_attention(self, kind: type[Parts] | None) -> None:
         """Compute the attention of trees in two parts (:mod:`drafter.runtimes.two_parts`), or under one mask (None).
 
@@ -158,7 +168,7 @@ class TorchRuntime:
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
         """An empty cache."""
         device = self._layer_devices or self.device
-        return SlotCache(self.capabilities.cache_shape, num_rows, num_slots, dtype=self.dtype, device=device)
+        return self._cache_type(self.capabilities.cache_shape, num_rows, num_slots, dtype=self.dtype, device=device)
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
         """Bytes of a cache."""

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, StaticLayer
 
-from drafter.kernels.slot_ops import move_operator, move_slots, write_operator, write_slots
+from drafter.kernels.slot_ops import move_slots, write_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FOLDED_ATTENTION = "drafter_sdpa"
+OPAQUE_ATTENTION = "drafter_sdpa_opaque"  # the same, which a compiler leaves alone
 
 
 class CacheShape(NamedTuple):
@@ -65,8 +66,9 @@ class _Store:
     def __init__(self, shape: CacheShape, num_rows: int, num_slots: int, dtype: torch.dtype, device: Any) -> None:
         lead = (shape.num_layers, num_rows, shape.num_heads, num_slots + 1)
         # Zeros, not empty: a slot that no one has written is masked, but 0 * NaN would still be NaN.
-        self.keys = torch.zeros(*lead, shape.key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*lead, shape.value_dim, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # code is compiled for tensors of one kind
+            self.keys = torch.zeros(*lead, shape.key_dim, dtype=dtype, device=device)
+            self.values = torch.zeros(*lead, shape.value_dim, dtype=dtype, device=device)
         self.row_B1 = torch.arange(num_rows, device=device)[:, None]
         self.slot_BT = torch.zeros(0, 0, dtype=torch.int64)
 
@@ -167,8 +169,7 @@ class SlotCache(Cache):
         self.written = key_states, value_states
         store, layer = self._places[layer_idx]
         row_B1 = store.row_B1[self.rows]
-        write = write_operator if torch.compiler.is_compiling() else write_slots
-        write(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
+        write_slots(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
         return (
             store.keys[layer, self.rows, :, : self.window],
             store.values[layer, self.rows, :, : self.window],
@@ -188,8 +189,7 @@ class SlotCache(Cache):
         for store in self._stores.values():
             device = store.keys.device
             row_B1 = store.row_B1[: source_BL.shape[0]]
-            move = move_operator if torch.compiler.is_compiling() else move_slots
-            move(store.keys, store.values, row_B1, source_BL.to(device), destination_BL.to(device))
+            move_slots(store.keys, store.values, row_B1, source_BL.to(device), destination_BL.to(device))
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row over another row's (rows close up, a shared prefix)."""

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.cache import FOLDED_ATTENTION, CacheShape, MixedShape, cache_keyword
+from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, CacheShape, MixedShape, cache_keyword
 from drafter.targets.masks import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION)  # attention implementations that take any mask as a tensor
+_MASKABLE = (
+    "sdpa",
+    "eager",
+    FOLDED_ATTENTION,
+    OPAQUE_ATTENTION,
+)  # attention implementations that take any mask as a tensor
 
 
 class LogitMap(NamedTuple):

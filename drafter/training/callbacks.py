@@ -4,6 +4,7 @@ import copy
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def count_steps(
 ) -> list[tuple[int, int]]:
     """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes, under a
     progress bar."""
-    config = EngineConfig(method="drafter", beam_width=4, draft_length=3, tree_size=8, copying=copying)
+    config = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8, copying=copying)
     engine = Engine(target, drafter, config)
     params, found = SamplingParams(max_new_tokens=num_tokens), []
     for start in tqdm(range(0, len(prompts), _MEASURED_TOGETHER), desc=label):
@@ -62,7 +63,9 @@ class TokensPerStep(Callback):
             return
         target, length = module.teacher.target, module.drafter.config.draft_length
         drafter = copy.deepcopy(module.drafter).to(target.device, target.dtype).eval()  # the original goes on training
-        config = EngineConfig(max_num_seqs=self._num_prompts, beam_width=8, draft_length=length, tree_size=24)
+        tree = EngineConfig(beam_width=8, draft_length=length, tree_size=24)
+        # Not compiled, because the same layers run in training.
+        config = replace(tree, max_num_seqs=self._num_prompts, compile=False)
         with torch.autocast(target.device.type, enabled=False):
             prompts = module.data.val_prompts(self._num_prompts)
             answers = Engine(target, drafter, config).generate(prompts, self._params)
