@@ -11,7 +11,7 @@ from drafter.targets import chat
 from drafter.targets.chat import limited_map
 
 
-def test_a_stop_while_a_worker_goes_shows_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_a_fork_goes_shows_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(child: int, how: int) -> tuple[int, int]:
         raise KeyboardInterrupt
 
