@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, is_ready
 from tests.serving.test_limits import CHAT, slow_engine
 from tests.serving.tiny import break_for_good, tiny_engine
+from tests.tiny_files import make_target
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
 
@@ -115,6 +117,20 @@ def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.Monke
         with pytest.raises(FileNotFoundError, match="nowhere"):
             load_engine(ServeOptions(target="/nowhere", device="cpu"))
         assert os.environ.pop(name) == expected
+
+
+def test_the_process_of_the_templates_starts_before_the_cache_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork keeps the pages of a cache that it shares, once the server writes to them."""
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    reserve = Engine.reserve
+    forks: list[int] = []
+    monkeypatch.setattr(
+        Engine, "reserve", lambda self, size: (forks.append(self.target.encoder._child), reserve(self, size))[1]
+    )
+    load_engine(ServeOptions(target=make_target(tmp_path), device="cpu", max_model_len=64)).target.encoder.close()
+    assert forks[0] > 0
 
 
 def test_the_notice_comes_when_the_socket_listens(monkeypatch: pytest.MonkeyPatch) -> None:
