@@ -240,10 +240,8 @@ def search(drafter: Drafter, asked: Search) -> None:
 
 def unpack_rows(matrix: Matrix, index_X: Tensor) -> Tensor:
     """Rows of a matrix as numbers: int64 [X] -> float32 [X, inputs]."""
-    rows = torch.empty(len(index_X), matrix.inputs)
-    _library().unpack_rows(
-        ctypes.byref(matrix), len(index_X), _address(index_X.contiguous().data_ptr()), _address(rows.data_ptr())
-    )
+    index_X, rows = index_X.contiguous(), torch.empty(len(index_X), matrix.inputs)  # both live as long as the call
+    _library().unpack_rows(ctypes.byref(matrix), len(index_X), _address(index_X.data_ptr()), _address(rows.data_ptr()))
     return rows
 
 
@@ -276,9 +274,10 @@ def forward(
 def move_slots(model: Model, cache: Cache, source_BL: Tensor, destination_BL: Tensor) -> None:
     """Copy slots within rows 0 .. B-1 of all layers; all sources of a row are read before anything is written."""
     num_rows, number = source_BL.shape
+    source_BL, destination_BL = source_BL.contiguous(), destination_BL.contiguous()
     _library().move_slots(
         ctypes.byref(model), ctypes.byref(cache), num_rows, number,
-        _address(source_BL.contiguous().data_ptr()), _address(destination_BL.contiguous().data_ptr()),
+        _address(source_BL.data_ptr()), _address(destination_BL.data_ptr()),
     )  # fmt: skip
 
 
