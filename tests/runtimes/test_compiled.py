@@ -21,7 +21,7 @@ def test_compiled_layers_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
     torch.compiler.reset()
     before = counters["stats"]["unique_graphs"]
     target, drafter = tiny_target(), trained_drafter("fused")
-    plan = Plan(method="drafter", max_num_seqs=4, max_model_len=200, beam_width=3, draft_length=3, tree_size=7)
+    plan = Plan.of("drafter", max_num_seqs=4, max_model_len=200, beam_width=3, draft_length=3, tree_size=7)
     Engine(target, drafter, plan)  # the attention is ready to decode
     target.runtime.compile_layers(drafter.config.context_layers)
     num_graphs = counters["stats"]["unique_graphs"]
@@ -38,4 +38,4 @@ def test_layers_that_do_not_compile_run_as_they_are(
     target = tiny_target()
     target.runtime.compile_layers(())
     assert "the layers are not compiled" in caplog.text
-    assert_lossless(Engine(target, config=Plan(method="none")), [(prompts_for(1, seed=1)[0], GREEDY)])
+    assert_lossless(Engine(target, config=Plan.of("none")), [(prompts_for(1, seed=1)[0], GREEDY)])
