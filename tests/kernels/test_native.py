@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -118,3 +119,18 @@ def test_a_rounded_matrix_takes_any_number_of_inputs(instructions: str) -> None:
     torch.testing.assert_close(found, x_XI @ weight_OI.T + bias_O, rtol=0.05, atol=0.3)
     big = native.multiply(native.round_matrix(torch.full((16, 45), torch.inf)), x_XI)
     assert bool((big == 0).all()), "what is no number counts as 0"
+
+
+def test_an_index_of_another_layout_lives_as_long_as_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads allocate while the call runs."""
+    rows, weight_OI = stored_rows("F32", 64, 32)
+    matrix, index_X = packed("F32", rows, 32), torch.arange(1, 64).repeat_interleave(2)[::2]
+    unpack = native._library().unpack_rows
+
+    def late(*given: object) -> None:
+        others = [torch.zeros(63, dtype=torch.int64) for _ in range(200)]
+        unpack(*given)
+        assert len(others) == 200
+
+    monkeypatch.setattr(native, "_library", lambda: SimpleNamespace(unpack_rows=late))
+    assert native.unpack_rows(matrix, index_X).equal(weight_OI[index_X])
