@@ -3,14 +3,14 @@
 # nothing, and counts launches, copies, waits and graphs. Run it before a change of a step counts as done.
 #   scripts/pretend_cuda.sh ENVIRONMENT [ARGUMENTS OF PYTEST]
 # ENVIRONMENT: folder of a virtual environment. One that is not there is made, with torch's CUDA wheel (3 GB).
-# TORCH: the version that is installed then. COMMAND: run in place of the tests, for trials.
+# TORCH, PYTHON: the version that is installed then, and for which interpreter. COMMAND: run in place of the tests, for trials.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 here=tests/accelerator/cuda
 environment="${1:?give the folder of a virtual environment, which may be new}"
 shift
 if [ ! -x "$environment/bin/python" ]; then
-    python3.12 -m venv "$environment"
+    "${PYTHON:-python3.12}" -m venv "$environment"
     "$environment/bin/pip" install -q "torch==${TORCH:-2.11.0}" "transformers>=5.17" "lightning>=2.6" pytest psutil tqdm jsonargparse fastapi prometheus-client
 fi
 packages="$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"

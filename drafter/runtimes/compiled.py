@@ -49,7 +49,8 @@ def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCach
     kind: type[SlotCache] = type("OpaqueCache", (SlotCache,), {"update": torch.compiler.disable(SlotCache.update)})
     layers: Any = ()
     # A layer's number is no constant; one process compiles, because a pool of forked ones may hang at the end.
-    limits: dict[str, Any] = {"allow_unspec_int_on_nn_module": True, "recompile_limit": 64}
+    limits: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}
+    limits |= {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}  # a process may hold many targets
     try:
         with torch.inference_mode(), dynamo.patch(limits), inductor.patch(compile_threads=1):
             layers = layers_of(runtime.model, type(runtime.model).__name__)

@@ -145,7 +145,10 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) { count(
 
 /* -- waits and copies ---------------------------------------------------------------------------------------------- */
 cudaError_t cudaDeviceSynchronize(void) { count(SYNC); return unsafe("cudaDeviceSynchronize"); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { count(SYNC); return unsafe("cudaStreamSynchronize"); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  count(SYNC);
+  return stream == captured ? unsafe("cudaStreamSynchronize") : 0; /* torch waits for a stream of its own */
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { count(SYNC); return unsafe("cudaEventSynchronize"); }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
