@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import drafter.engine.engine as engine_module
+import drafter.proposers.beam as beam_module
 import drafter.training.build as build_module
 from drafter.engine import runner
 from drafter.runtimes import torch as torch_runtime
@@ -38,7 +38,7 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_runtime, "_check_tree_forward", lambda runtime, name: torch_runtime._run_small_tree(runtime)
     )
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(engine_module, "check_drafts", lambda *given: None)
+    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)
     monkeypatch.setattr(build_module, "measure_scales", lambda *given: (1.0, 1.0))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import drafter.engine.engine as engine_module
+import drafter.proposers.beam as beam_module
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import Noise, make_warp, pick_nodes
 from drafter.engine import runner
@@ -49,7 +49,7 @@ def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return results
 
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(engine_module, "check_drafts", lambda *given: None)  # garbage is not finite
+    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)  # garbage is not finite
 
 
 @pytest.fixture
@@ -283,8 +283,9 @@ def test_a_process_with_graphs_ends() -> None:
     program = """
 import threading
 import drafter.engine.engine as module
+import drafter.proposers.beam as beam
 from tests.accelerator.cuda import test_steps as steps
-module.check_drafts = lambda *given: None
+beam.check_drafts = lambda *given: None
 target = steps.tiny()
 engine = module.Engine(target, steps.drafter_of(target), steps.PLAN)
 engine.reserve(520)

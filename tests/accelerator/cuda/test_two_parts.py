@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import drafter.engine.engine as engine_module
+import drafter.proposers.beam as beam_module
 from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
@@ -19,7 +19,7 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch_runtime, "_check_tree_forward", lambda runtime, name: torch_runtime._run_small_tree(runtime)
     )
-    monkeypatch.setattr(engine_module, "check_drafts", lambda *given: None)
+    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)
 
 
 @pytest.mark.parametrize("rows", [1, 32])
