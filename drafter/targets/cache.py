@@ -282,7 +282,7 @@ def folded_attention(
     heads_per_group = num_heads // num_groups
     query = query.reshape(num_rows, num_groups, heads_per_group * num_queries, size)
     if parts is not None:
-        folded = parts.attend(query, getattr(module, "layer_idx", 0), size**-0.5 if scaling is None else scaling)
+        folded = parts.attend(query, module.layer_idx, size**-0.5 if scaling is None else scaling)
     else:
         mask = attention_mask.repeat(1, 1, heads_per_group, 1)
         folded = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
