@@ -11,7 +11,12 @@ from drafter.decoding.sampling import Noise, gumbel_noise, make_warp, pick, pick
 from drafter.kernels import picking
 from tests.decoding.test_sampling import MIXED
 
-PARAMS = [*MIXED, SamplingParams(temperature=0.8, top_k=3, min_p=0.3), SamplingParams(temperature=1.1, top_p=0.3)]
+PARAMS = [
+    *MIXED,
+    SamplingParams(temperature=0.8, top_k=3, min_p=0.3),
+    SamplingParams(temperature=1.1, top_p=0.3),
+    SamplingParams(temperature=1.5, top_k=8, top_p=0.6),
+]
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 
@@ -21,15 +26,16 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tied_logits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random logits, of which some rows have many equal ones, and some are -inf."""
+    """Random logits with two best in each row, and in some rows many equal ones or many of -inf."""
     logits_BNV = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
     logits_BNV[::3] = (logits_BNV[::3] * 2).round() / 2  # zeros of both signs are equal, too
     logits_BNV[::4, :, ::3] = -torch.inf
+    logits_BNV[:, :, -1] = logits_BNV.amax(-1)
     return logits_BNV.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("num_rows", "num_nodes", "num_tokens"), [(12, 2, 7), (12, 1, 603), (1, 24, 50)])
+@pytest.mark.parametrize(("num_rows", "num_nodes", "num_tokens"), [(13, 2, 9), (13, 1, 603), (1, 24, 50)])
 def test_picks_and_filters_equal_their_definition(
     dtype: torch.dtype, num_rows: int, num_nodes: int, num_tokens: int
 ) -> None:
