@@ -112,13 +112,14 @@ def test_picks_and_noise_are_one_launch_without_copies_of_the_logits() -> None:
     noise = Noise(number_B, number_B, None)
     picks, noises = partial(pick_nodes, logits_BNV, depth_BN, noise, warp), partial(noise.at, 3, token_R)
     for work, num_launches in ((picks, 1), (noises, 2)):
-        torch.cuda.empty_cache()  # a block of another size would count whole
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with counted() as count:
             result = work()
         assert count["launch"] <= num_launches and count["sync"] == 0, count
-        assert torch.cuda.max_memory_allocated() - before <= result.nbytes + 4096
+        block = 1 << 21 if result.nbytes > 1 << 20 else 512  # the allocator's
+        assert torch.cuda.max_memory_allocated() - before <= -(-result.nbytes // block) * block + 4096
 
 
 @pytest.mark.parametrize("method", ["none", "lookup"])
@@ -231,10 +232,16 @@ def test_a_server_takes_over_a_drafter_of_another_shape_under_load(engine: Engin
     swapped = []
 
     async def serve() -> list[int]:
-        worker = Worker(engine, max_queue=8, metrics=Metrics())
+        worker = Worker(engine, max_queue=32, metrics=Metrics())
         worker.start()
+        try:
+            return await under_load(worker)
+        finally:
+            await worker.stop()
+
+    async def under_load(worker: Worker) -> list[int]:
         answers = []
-        for params in (GREEDY, SAMPLED, replace(GREEDY, max_new_tokens=40)):
+        for params in (GREEDY, SAMPLED, replace(GREEDY, max_new_tokens=40)) * 10:
             body = CompletionRequest(model="x", prompt="x", stream=True)
             request = engine.make_request(list(range(3, 60)), params)
             answers.append(Answer(Model("x", "", target.tokenizer), body, [request]))
@@ -250,9 +257,7 @@ def test_a_server_takes_over_a_drafter_of_another_shape_under_load(engine: Engin
             await worker.replace_drafter(drafter)
             assert engine.drafter is drafter and engine.has_work
             swapped.append(width)
-        numbers = await asyncio.gather(*reading)
-        await worker.stop()
-        return list(numbers)
+        return list(await asyncio.gather(*reading))
 
     assert min(asyncio.run(serve())) >= 2
     assert not engine.has_work and len(swapped) == 2
