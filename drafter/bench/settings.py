@@ -1,4 +1,4 @@
-"""The methods in their written form, and the options of benchmarks and tuning. Imports no torch."""
+"""The methods in their written form, and the options of benchmarks and tuning. Imports no torch itself."""
 
 import re
 from collections.abc import Mapping

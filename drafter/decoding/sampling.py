@@ -102,9 +102,7 @@ def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, strea
     """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] int64: 64 random bits for each (seed, position, token id).
 
     token_ids may also differ by row, [B, 1, M]. Within one (seed, position) the bits of different tokens always differ,
-    because mix64 is a bijection. In a compiled
-    graph token_ids must be an input and no arange of the graph: inductor would fold the product with GAMMA into an
-    index expression.
+    because mix64 is a bijection.
     """
     start_BT = _stream_start_BT(seed_B, position_BT, stream)
     return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)

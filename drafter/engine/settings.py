@@ -2,7 +2,7 @@
 
 The command line, the server, `generate` for transformers, the benchmark and ``Engine(target, drafter)`` all pass an
 EngineConfig. :func:`resolve` alone chooses what is open, and refuses what contradicts itself. No torch is imported
-before that call.
+before that call, unless W, L and N are all given: the drafter's own settings then judge them.
 """
 
 import logging
@@ -216,34 +216,34 @@ def resolve(
     method = config.method or (with_drafter if draft_model is None else "draft-model")
     _refuse_unused(config, method)
     is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
-    note, limit, tuned = "", None, None
     way: Any = drafting_class(method)
-    cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
-    max_num_seqs = config.max_num_seqs or Plan.max_num_seqs
-    is_compiled = is_compilable and config.compile is not False
-    is_large = max_num_seqs * _TREES[0]["tree_size"] <= cheap
-    default = _TREES[0] if is_large else next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
+    kept = ("max_num_seqs", "max_model_len", "enable_prefix_caching", "prefill_chunk")
+    common: dict[str, Any] = {
+        "compile": is_compilable and config.compile is not False,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        **{name: value for name in kept if (value := getattr(config, name)) is not None},
+    }
+    note, limit = "", None
     if method == "drafter" and drafter is not None and is_open and config.tuned != NO_FILE:
-        sizes, where = _measured(config, target, drafter, is_compiled=is_compiled)
+        sizes, where = _measured(config, target, drafter, is_compiled=common["compile"])
         if sizes is not None:
-            tuned, reason = where, f"{sizes.summary()}: measured, {where}"
-            drafting: Drafting = way(tree_size=max(each.tree_size for plan in sizes.plans for each in plan.choices))
+            most = max(choice.tree_size for plan in sizes.plans for choice in plan.choices)
+            reason = f"{sizes.summary()}: measured, {where}"
+            return Plan(drafting=way(tree_size=most), tuned=where, reason=reason, **common)
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:
         note = "; there is no drafter"
-    if tuned is None:
-        drafting = way.choose(config, default, drafter)
-        text = ", ".join(part for part in (method, drafting.describe()) if part)
-        if drafting.has_tree and is_open:
-            limit = max(1, cheap // drafting.tree_size)
-            text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""
-        reason = f"{text}: {_origin(config, method, target)}{note}"
-    kept = ("max_num_seqs", "max_model_len", "enable_prefix_caching", "prefill_chunk")
-    return Plan(
-        drafting=drafting, compile=is_compiled, dtype=str(target.dtype).removeprefix("torch."), tuned=tuned,
-        max_drafted_rows=limit, reason=reason,
-        **{name: value for name in kept if (value := getattr(config, name)) is not None},
-    )  # fmt: skip
+    cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
+    max_num_seqs = config.max_num_seqs or Plan.max_num_seqs
+    is_large = max_num_seqs * _TREES[0]["tree_size"] <= cheap
+    default = _TREES[0] if is_large else next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
+    drafting = way.choose(config, default, drafter)
+    text = ", ".join(part for part in (method, drafting.describe()) if part)
+    if drafting.has_tree and is_open:
+        limit = max(1, cheap // drafting.tree_size)
+        text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""
+    reason = f"{text}: {_origin(config, method, target)}{note}"
+    return Plan(drafting=drafting, max_drafted_rows=limit, reason=reason, **common)
 
 
 def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: bool) -> None:

@@ -77,6 +77,7 @@ class Drafting:
 
     @property
     def tree_size(self) -> int:
+        """N; a field, or computed from fields."""
         raise NotImplementedError
 
     @property

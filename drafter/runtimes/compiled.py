@@ -6,7 +6,8 @@ depends on the layer's number. Products of matrices keep their library.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +47,6 @@ def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCach
         AttentionInterface.register(OPAQUE_ATTENTION, torch.compiler.disable(folded_attention))
         AttentionMaskInterface.register(OPAQUE_ATTENTION, sdpa_mask)
         runtime.model.set_attn_implementation(OPAQUE_ATTENTION)
-    kind: type[SlotCache] = type("OpaqueCache", (SlotCache,), {"update": torch.compiler.disable(SlotCache.update)})
     layers: Any = ()
     # A layer's number is no constant; one process compiles, because a pool of forked ones may hang at the end.
     limits: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}
@@ -55,17 +55,36 @@ def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCach
         with torch.inference_mode(), dynamo.patch(limits), inductor.patch(compile_threads=1):
             layers = layers_of(runtime.model, type(runtime.model).__name__)
             for layer in layers:
-                layer.compile(dynamic=True, **_HOW)
+                layer._compiled_call_impl = layer._compiled_call_impl or _in_steps(layer)
             for num_cached, num_rows, num_tokens in tqdm(_SHAPES, desc="Compiling layers", unit="shape"):
                 shape, device = runtime.capabilities.cache_shape, runtime.device
-                cache = kind(shape, num_cached, _NUM_SLOTS, dtype=runtime.dtype, device=device)
+                slot_cache = _cache_type()(shape, num_cached, _NUM_SLOTS, dtype=runtime.dtype, device=device)
                 place_BT = torch.arange(num_tokens, device=device).repeat(num_rows, 1)
                 tree_BTT = place_BT.new_ones(num_rows, num_tokens, num_tokens, dtype=torch.bool)
                 for ancestor_BTT in (tree_BTT, None):  # of a step, of a prompt
                     slots = Slots(place_BT, place_BT, ancestor_BTT, 0, _NUM_SLOTS)
-                    runtime.forward(torch.zeros_like(place_BT), slots, cache, context_layers)
+                    runtime.forward(torch.zeros_like(place_BT), slots, slot_cache, context_layers)
     except Exception as error:
         _log.warning("the layers are not compiled: %s", first_line(error))
         for layer in layers:
             layer._compiled_call_impl = None
-    return kind
+    return _cache_type()
+
+
+@cache
+def _cache_type() -> type[SlotCache]:
+    """One class for all targets, because the compiler makes code of its own for each class."""
+    return type("OpaqueCache", (SlotCache,), {"update": torch.compiler.disable(SlotCache.update)})
+
+
+def _in_steps(layer: Any) -> Callable[..., Any]:
+    """The compiled layer in steps, which run in inference mode; the layer as it is elsewhere, as in training.
+
+    The compiler would make code for each mode, and gives a class of layers up after some codes outside a warm-up.
+    """
+    compiled = torch.compile(layer._call_impl, dynamic=True, **_HOW)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_inference_mode_enabled() else layer._call_impl)(*args, **kwargs)
+
+    return call

@@ -59,6 +59,7 @@ class TorchRuntime:
         self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
         self._parts: type[Parts] | None = None
         self._cache_type = SlotCache
+        self._compiled: set[Any] = set()  # forms of attention and layers of contexts
         self._cache_keyword = cache_keyword(self.capabilities.decoder)
         output: Any = model.get_output_embeddings()
         self.vocab_size, self.hidden_size = output.weight.shape
@@ -130,9 +131,11 @@ class TorchRuntime:
         """Compile the layers for the forwards over caches that are made from now on
         (:func:`drafter.runtimes.compiled.compile_layers`). The model stays so.
         """
-        if self._cache_type is SlotCache:
+        form = self._parts, tuple(context_layers)
+        if form not in self._compiled:
             from drafter.runtimes.compiled import compile_layers
 
+            self._compiled.add(form)
             self._cache_type = compile_layers(self, context_layers)
 
     def use_attention(self, kind: type[Parts] | None) -> None:

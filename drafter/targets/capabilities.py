@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_MASKABLE = (
-    "sdpa",
-    "eager",
-    FOLDED_ATTENTION,
-    OPAQUE_ATTENTION,
-)  # attention implementations that take any mask as a tensor
+# Attention implementations that take any mask as a tensor.
+_MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION, OPAQUE_ATTENTION)
 
 
 class LogitMap(NamedTuple):

@@ -5,7 +5,6 @@ and gives other tools a `model.safetensors`. float32 keeps what the file says ex
 `scale * q + offset` with 16-bit scales, which 16 bits cannot hold. So the folder takes about four bytes a parameter.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +54,6 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def ends_in_gguf(file: Path) -> Iterator[tuple[str, float, float]]:
-    """The ends of the matrices, as :func:`drafter.targets.fingerprint.ends_in_files` has those of a converted file."""
-    from gguf import GGUFReader, quants
-
-    for tensor in GGUFReader(file).tensors:
-        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
-            rows = tensor.data.reshape(-1, tensor.data.shape[-1])
-            first, last = (quants.dequantize(row, tensor.tensor_type).flat for row in (rows[:1], rows[-1:]))
-            yield tensor.name, float(first[0]), float(last[-1])
 
 
 def _value(reader: Any, key: str) -> Any:

@@ -184,7 +184,12 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
-        before, now = checkpoint["num_processes"], self.trainer.world_size
+        before, now = checkpoint.get("num_processes"), self.trainer.world_size
+        if before is None:
+            raise ValueError(
+                "the checkpoint does not say how many processes wrote it, as those of other versions: start a new run "
+                "from its weights with --model.init_from"
+            )
         if before != now:
             raise ValueError(
                 f"the checkpoint was written by {before} process(es) and this run has {now}: resume with as many, or "

@@ -8,6 +8,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.runtimes import compiled
+from drafter.runtimes.two_parts import PlainParts
 from tests.engine.drafters import prompts_for, trained_drafter
 from tests.engine.oracle import assert_lossless, tiny_target
 
@@ -28,6 +29,19 @@ def test_compiled_layers_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < num_graphs - before < 40, "each layer has code of its own"
     asked = [(prompt, GREEDY) for prompt in prompts_for(6, seed=5, sizes=(1, 2, 5, 20, 130))]
     assert_lossless(Engine(target, drafter, plan), asked)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    # Another target of this shape has the same code, and what is no step has none.
+    twin = tiny_target()
+    Engine(twin, drafter, plan)
+    twin.runtime.compile_layers(drafter.config.context_layers)
+    with torch.no_grad():
+        twin.forward(torch.tensor([[3, 1, 4]]), None, None)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    # Another form of attention has code of its own before the first step.
+    twin.runtime.use_attention(PlainParts)
+    twin.runtime.compile_layers(drafter.config.context_layers)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert_lossless(Engine(twin, drafter, plan), asked)
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 

@@ -1,7 +1,9 @@
 """The fingerprint: one for a model in memory, its files and a GGUF file, and another for a fine-tuning."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,7 +12,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import check_target
 from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.fingerprint import ends_in_files, fingerprint_of
-from drafter.targets.gguf_file import convert_gguf, ends_in_gguf
+from drafter.targets.gguf_file import convert_gguf
 from drafter.utils.fingerprint import NUM_OUTPUT_DIGITS, same_fingerprint
 from tests.data.tiny import save_target, tiny_target
 from tests.targets.tiny_gguf import write_gguf
@@ -27,6 +29,15 @@ def test_model_and_files_have_one_fingerprint_in_every_number_format(tmp_path: P
     target.model.half()
     copy = save_target(target, tmp_path / "half", max_shard_size="5KB")
     assert same_fingerprint(load_target(copy, device="cpu", dtype="float32").fingerprint, target.fingerprint)
+
+
+def ends_in_gguf(file: Path) -> Iterator[tuple[str, float, float]]:
+    """The ends of the matrices as the file has them."""
+    for tensor in gguf.GGUFReader(file).tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+            first, last = (gguf.quants.dequantize(row, tensor.tensor_type).flat for row in (rows[:1], rows[-1:]))
+            yield tensor.name, float(first[0]), float(last[-1])
 
 
 def test_a_gguf_file_has_the_fingerprint_of_its_folder(tmp_path: Path) -> None:
