@@ -203,7 +203,7 @@ def renumber(nodes: list[Node], kept: list[int]) -> list[Node]:
 
 
 def keep_best_nodes(nodes: list[Node], num_nodes: int) -> list[Node]:
-    """Policy all-nodes: the root and the best others. No child scores above its parent, so what stays is a tree."""
+    """The root and the best others. No child scores above its parent, so what stays is a tree."""
     return renumber(nodes, sorted(sorted(range(len(nodes)), key=lambda i: -nodes[i].score)[:num_nodes]))
 
 
@@ -213,7 +213,7 @@ def path_to(nodes: list[Node], i: int) -> list[int]:
 
 
 def keep_final_beams(nodes: list[Node], length: int) -> list[Node]:
-    """Policy final-beams, as published: the beams alive at the end, their shared prefixes merged."""
+    """The published choice: the beams alive at the end, their shared prefixes merged."""
     return renumber(
         nodes, sorted({i for end, node in enumerate(nodes) if node.depth == length for i in path_to(nodes, end)})
     )

@@ -69,7 +69,7 @@ class MethodSpec:
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, final-beams, tuned.
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, tuned.
 
     Raises:
         ValueError: an unknown name or option, two options for one setting, or one that its method does not take.
@@ -159,7 +159,7 @@ class BenchOptions(MethodOptions):
 
     Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, vllm (engines of their
     own; --peer-python names the Python of another environment). Options follow a colon: drafter:W8:L4:N24,
-    drafter:alone (no copies), drafter:final-beams, drafter:tuned, draft-model:G5, llama-cpp:Q4_1.
+    drafter:alone (no copies), drafter:tuned, draft-model:G5, llama-cpp:Q4_1.
 
     Attributes:
         out: results file (.jsonl)

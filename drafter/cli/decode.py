@@ -42,7 +42,7 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
 
     common: ClassVar = ("target", "drafter", "prompt", "prompts", "max_new_tokens", "temperature", "out", "compare")
     rare: ClassVar = (
-        "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tree_policy", "tuned", "overwrite",
+        "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tuned", "overwrite",
         "num_speculative_tokens", "max_model_len", "enable_prefix_caching", "prefill_chunk", "device_map",
     )  # fmt: skip
     prompt: tuple[str, ...] = ()

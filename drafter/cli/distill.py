@@ -67,8 +67,8 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
     )  # fmt: skip
     rare: ClassVar = (
         "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width", "draft_length", "tree_size",
-        "tree_policy", "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching",
-        "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus",
+        "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching", "prefill_chunk",
+        "ray_workers", "ray_gpus", "ray_cpus",
     )  # fmt: skip
     kept: ClassVar = "finished answers are in --out; the same command goes on"
     out: Path

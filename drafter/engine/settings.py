@@ -8,10 +8,10 @@ before that call, unless W, L and N are all given: the drafter's own settings th
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_drafter, shipped_drafter
-from drafter.proposers.options import METHODS, Drafting, Method, TreePolicy, drafting_class
+from drafter.proposers.options import METHODS, Drafting, Method, drafting_class
 from drafter.utils.validate import check_ranges, require_choice, within
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 NO_FILE = "none"  # --tuned none: do not use measured sizes
 
-_TREE_FIELDS = ("beam_width", "draft_length", "tree_size", "tree_policy")
+_TREE_FIELDS = ("beam_width", "draft_length", "tree_size")
 # From the largest to the smallest.
 _TREES = (
     {"beam_width": 8, "draft_length": 4, "tree_size": 24},
@@ -46,8 +46,6 @@ class EngineConfig:
         beam_width: W, beams of the drafter kept at each drafting step (default: chosen for the device)
         draft_length: L, drafting steps of the drafter (default: chosen for the device)
         tree_size: N, nodes that the target verifies in one forward, root included (default: chosen for the device)
-        tree_policy: keep the N-1 likeliest nodes of all drafting steps, or the W final beams as published (default:
-            all-nodes)
         copying: let the drafter copy from the text (default: on)
         num_speculative_tokens: tokens that a draft model proposes per step (default: 5)
         tuned: file of `drafter tune` that sizes the drafter's trees (default: the drafter's own file if the file fits
@@ -64,7 +62,6 @@ class EngineConfig:
     beam_width: int | None = within(None, low=1, high=256)
     draft_length: int | None = within(None, low=1, high=32)
     tree_size: int | None = within(None, low=2, high=1024, mend="--method none decodes plainly")
-    tree_policy: TreePolicy | None = None
     copying: bool | None = None
     num_speculative_tokens: int | None = within(None, low=1, high=64)
     tuned: str | None = None
@@ -77,10 +74,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Refuse values out of range, and settings that contradict each other for every model and device."""
         check_ranges(self)
-        for name, choices in (("method", tuple(METHODS)), ("tree_policy", get_args(TreePolicy))):
-            if getattr(self, name) is not None:
-                require_choice(name, getattr(self, name), choices)
         if self.method is not None:
+            require_choice("method", self.method, tuple(METHODS))
             _refuse_unused(self, self.method)
         if None not in (self.beam_width, self.draft_length, self.tree_size):
             drafting_class("drafter").choose(self, {}, None)
@@ -320,7 +315,7 @@ def _origin(config: EngineConfig, method: Method, target: "Target") -> str:
     """The origin of the settings of a method: what was given, and the device whose defaults the others are."""
     names = [name for name in ("method", *METHODS[method].reads) if name != "tuned"]
     given = [name for name in names if getattr(config, name) is not None]
-    if all(name in given or name in ("tree_policy", "copying") for name in names):
+    if all(name in given or name == "copying" for name in names):
         return "as given"
     device = "a CPU" if target.device.type == "cpu" else target.device.type.upper()
     default = f"default for {device}"

@@ -7,7 +7,7 @@ D hidden size · C context size · S slots of history · M drafted nodes · K ch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Self, get_args
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,22 +20,20 @@ from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, mix
 from drafter.proposers.native_search import NativeSearch, can_search
-from drafter.proposers.options import COPY_DEPTH, Drafting, TreePolicy
+from drafter.proposers.options import COPY_DEPTH, Drafting
 from drafter.proposers.trial import check_drafts
 from drafter.targets.target import Target
-from drafter.utils.validate import require_choice, within
+from drafter.utils.validate import within
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamDrafting(Drafting):
-    """Numbers, policy and switches of a beam search of the drafter.
+    """Numbers and switches of a beam search of the drafter.
 
     Attributes:
         beam_width: W, beams of the drafter kept at each drafting step.
         draft_length: L, drafting steps of the drafter.
         tree_size: N, nodes that the target verifies in one forward, root included.
-        tree_policy: ``all-nodes`` keeps the N - 1 likeliest nodes of all drafting steps; ``final-beams`` is the
-            published policy, the W final beams with shared prefixes merged (N is then 1 + W * L).
         copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text.
         coupled: rank drafts by the noise of sampling, which decides the target's next picks.
         tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau.
@@ -48,20 +46,14 @@ class BeamDrafting(Drafting):
     beam_width: int = within(8, low=1, high=256)
     draft_length: int = within(4, low=1, high=32)
     tree_size: int = within(24, low=1, high=1024)
-    tree_policy: TreePolicy = "all-nodes"
     copying: bool = True
     coupled: bool = True
     tau: float = within(1.0, above=0.0)
     noise_weight: float = within(0.8, low=0.0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("tree_policy", self.tree_policy, get_args(TreePolicy))
-
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: RecurrentDrafter | None) -> Self:
         """Given numbers stay; an open number follows the given ones (ValueError: they contradict each other)."""
-        policy: TreePolicy = config.tree_policy or "all-nodes"
         copying = config.copying is not False
         width, length, size = config.beam_width, config.draft_length, config.tree_size
         if length is not None and size is not None and length > size - 1:
@@ -69,18 +61,14 @@ class BeamDrafting(Drafting):
         num_tokens = 1 if drafter is None else len(drafter.draft_token_ids_R)
         width = width or min(default["beam_width"], num_tokens)
         length = length or (default["draft_length"] if size is None else min(default["draft_length"], size - 1))
-        is_final = policy == "final-beams"
-        most = 1 + width * length
-        if copying and not is_final:
-            most += max(0, COPY_DEPTH - length)  # copies lengthen the best beam
-        if size is not None and (size > most or (is_final and size < most)):
+        most = 1 + width * length + (max(0, COPY_DEPTH - length) if copying else 0)  # copies lengthen the best beam
+        if size is not None and size > most:
             raise ValueError(
-                f"--tree-size {size}: trees of --beam-width {width}, --draft-length {length} and --tree-policy "
-                f"{policy} have {'' if is_final else 'at most '}{most} nodes: leave --tree-size out, or change one of "
-                "them"
+                f"--tree-size {size}: trees of --beam-width {width} and --draft-length {length} have at most {most} "
+                "nodes: leave --tree-size out, or change one of them"
             )
-        size = most if is_final else size or min(max(default["tree_size"], length + 1), most)
-        return cls(beam_width=width, draft_length=length, tree_size=size, tree_policy=policy, copying=copying)
+        size = size or min(max(default["tree_size"], length + 1), most)
+        return cls(beam_width=width, draft_length=length, tree_size=size, copying=copying)
 
     def build(self, target: Target, drafter: RecurrentDrafter | None, draft_model: Target | None) -> Proposer:
         """The search (ValueError: see :class:`BeamProposer`)."""
@@ -89,8 +77,8 @@ class BeamDrafting(Drafting):
 
     def describe(self) -> str:
         """W, L, N and what is unusual."""
-        switches = ["final beams"] * (self.tree_policy == "final-beams") + ["no copies"] * (not self.copying)
-        return ", ".join([f"W {self.beam_width} L {self.draft_length} N {self.tree_size}", *switches])
+        switch = "" if self.copying else ", no copies"
+        return f"W {self.beam_width} L {self.draft_length} N {self.tree_size}{switch}"
 
 
 class _Level(NamedTuple):
@@ -112,13 +100,12 @@ class BeamProposer(Proposer):
     With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text, and copies
     alone lengthen the best beam (:mod:`drafter.proposers.copying`).
 
-    Two policies choose the nodes of the tree. ``all-nodes`` keeps the N - 1 most probable nodes of all steps, including
-    nodes of abandoned beams. ``final-beams`` is the published policy: the W final beams with shared prefixes merged.
+    The tree is the N - 1 most probable nodes of all steps, nodes of abandoned beams included.
 
     Args:
         drafter: a trained drafter.
         target: its target.
-        drafting: numbers, policy and switches of the search.
+        drafting: numbers and switches of the search.
 
     Raises:
         ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer
@@ -129,8 +116,7 @@ class BeamProposer(Proposer):
         self.width = drafting.beam_width
         self.length = min(drafting.draft_length, drafting.tree_size - 1)  # a tree of N nodes is at most N - 1 deep
         self._drafting = drafting
-        has_tail = drafting.copying and drafting.tree_policy == "all-nodes"
-        deepest = min(drafting.tree_size - 1, COPY_DEPTH) if has_tail else 0
+        deepest = min(drafting.tree_size - 1, COPY_DEPTH) if drafting.copying else 0
         levels = (self.width,) * self.length + (1,) * (deepest - self.length)
         super().__init__(levels, drafting.tree_size)
         if drafter.draft_token_ids_R.device.type != target.device.type:
@@ -164,16 +150,11 @@ class BeamProposer(Proposer):
         check_drafts(self.drafter, target, self.length)
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
-        """All nodes of the search, or the nodes of the final beams; the score is the cumulative log-probability."""
+        """All nodes of the search; the score is the cumulative log-probability."""
         inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
         if rows.warp.has_noise:
-            columns = self._search(*inputs, rows.warp, noise if self._drafting.coupled else None)
-        else:
-            columns = (self._native_search or self._search)(*inputs)
-        nodes = NodeList(*columns)
-        if self._drafting.tree_policy == "final-beams":
-            nodes = nodes._replace(score_BM=keep_final_beams(nodes.parent_BM, nodes.score_BM, self.width))
-        return nodes
+            return self._search(*inputs, rows.warp, noise if self._drafting.coupled else None)
+        return (self._native_search or self._search)(*inputs)
 
     def _search(
         self,
@@ -183,15 +164,14 @@ class BeamProposer(Proposer):
         position_B: Tensor,
         warp: Warp | None = None,
         noise: Noise | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, M]."""
+    ) -> NodeList:
         copies = Copies.of(history_BS, position_B, self._odds_X)
         levels, copies = self._drafted_levels(root_B, context_BC, copies, warp, noise)
         levels += self._copied_levels(levels[-1], copies, warp, noise)
         starts = [-1, 0, *accumulate(self.level_sizes)]  # where the level above begins; the root is -1
         parents = [level.beam_BW + start for level, start in zip(levels, starts, strict=False)]
         tokens, scores = [level.token_BW for level in levels], [level.total_BW for level in levels]
-        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+        return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
 
     def _drafted_levels(
         self, root_B: Tensor, context_BC: Tensor, copies: Copies, warp: Warp | None, noise: Noise | None
@@ -262,27 +242,3 @@ class BeamProposer(Proposer):
             ranked_B1 = -(-odds_B1 - self._drafting.noise_weight * noise.at(step, token_B1)).exp()
             value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
         return value_B1, token_B1
-
-
-def keep_final_beams(parent_BM: Tensor, score_BM: Tensor, width: int) -> Tensor:
-    """Scores of the nodes on a path to one of the last ``width`` nodes; -inf for all others.
-
-    With W = 2, L = 2 and parents [-1, -1, 0, 0], node 1 has no final beam and is dropped.
-
-    Args:
-        parent_BM: int64 [B, M], M = L * W nodes step after step.
-        score_BM: float [B, M].
-        width: W.
-
-    Returns:
-        float [B, M].
-    """
-    num_drafted = parent_BM.shape[1]
-    is_kept_BM = torch.zeros_like(parent_BM, dtype=torch.bool)
-    is_kept_BM[:, -width:] = score_BM[:, -width:] > -torch.inf
-    for start in range(num_drafted - width, 0, -width):
-        step_BW = parent_BM[:, start : start + width]
-        is_kept_BM |= torch.zeros_like(is_kept_BM).scatter_reduce(
-            1, step_BW, is_kept_BM[:, start : start + width], reduce="amax", include_self=True
-        )
-    return score_BM.masked_fill(~is_kept_BM, -torch.inf)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.decoding.tree import NodeList
 from drafter.kernels import native
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
@@ -83,10 +84,7 @@ class NativeSearch:
         """M: the beams of all steps, then the copies that lengthen the best one."""
         return self._width * self._length + self._depth - self._length
 
-    def __call__(
-        self, root_B: Tensor, context_BC: Tensor, history_BS: Tensor, position_B: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64, parents int64 (index into the list, -1 = root) and scores float32, each [B, M]."""
+    def __call__(self, root_B: Tensor, context_BC: Tensor, history_BS: Tensor, position_B: Tensor) -> NodeList:
         num_rows = len(root_B)
         hidden_BD = self._drafter.fuse(context_BC).float().contiguous()
         root_B, position_B, history_BS = root_B.contiguous(), position_B.contiguous(), history_BS.contiguous()
@@ -100,4 +98,4 @@ class NativeSearch:
                 parent_BM.data_ptr(), score_BM.data_ptr(),
             ),
         )  # fmt: skip
-        return token_BM, parent_BM, score_BM
+        return NodeList(token_BM, parent_BM, score_BM)

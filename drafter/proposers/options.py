@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
-TreePolicy = Literal["all-nodes", "final-beams"]
 Verification = Literal["coupled", "rejection"]
 COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
@@ -37,14 +36,14 @@ class Way(NamedTuple):
 
 _TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
 _BEAM_SWITCHES: dict[str, str | tuple[str, Any]] = {
-    "tau": "tau", "noise": "noise_weight", "final-beams": ("tree_policy", "final-beams"),
-    "uncoupled": ("coupled", False), "alone": ("copying", False), "tuned": ("is_tuned", True),
+    "tau": "tau", "noise": "noise_weight", "uncoupled": ("coupled", False), "alone": ("copying", False),
+    "tuned": ("is_tuned", True),
 }  # fmt: skip
 METHODS = {
     "none": Way("drafter.proposers.plain:PlainDrafting"),
     "drafter": Way(
         "drafter.proposers.beam:BeamDrafting",
-        ("beam_width", "draft_length", "tree_size", "tree_policy", "copying", "tuned"),
+        ("beam_width", "draft_length", "tree_size", "copying", "tuned"),
         {**_TREE, **_BEAM_SWITCHES},
     ),
     "lookup": Way(

@@ -41,7 +41,7 @@ class ServeOptions(Options, EngineOptions):
     """
 
     common: ClassVar = ("target", "drafter", "host", "port", "max_num_seqs", "max_model_len", "api_key")
-    rare: ClassVar = ("compile", "revision", "trust_remote_code", "tree_policy", "num_speculative_tokens")
+    rare: ClassVar = ("compile", "revision", "trust_remote_code", "num_speculative_tokens")
     host: str = "127.0.0.1"
     port: int = within(8000, low=0, high=65535)
     model_name: str | None = None

@@ -8,7 +8,6 @@ from drafter.bench.settings import BenchOptions, parse_method
 def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() -> None:
     for text, config, knobs in (
         ("drafter:W6:L3:N12:uncoupled", {"beam_width": 6, "draft_length": 3, "tree_size": 12}, {"coupled": False}),
-        ("drafter:W6:L3:final-beams", {"beam_width": 6, "draft_length": 3, "tree_policy": "final-beams"}, {}),
         ("drafter:W6:tau1.5:noise0.5", {"beam_width": 6}, {"tau": 1.5, "noise_weight": 0.5}),
         ("drafter:alone", {"copying": False}, {}),
         ("draft-model:G3:rejection", {"num_speculative_tokens": 3}, {"verify": "rejection"}),

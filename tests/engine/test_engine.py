@@ -11,7 +11,6 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
-from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, assert_lossless, plan_of, requests, tiny_target
@@ -56,26 +55,18 @@ def test_hugging_face_generates_the_same() -> None:
     assert {accepted for completion in completions for accepted in completion.num_accepted} >= {0, 1, 2, 3, 4}
 
 
-SHAPES: list[tuple[int, int, int, int, TreePolicy]] = [
-    # rows, W, L, N, policy
-    (1, 8, 4, 24, "all-nodes"),
-    (5, 3, 6, 19, "all-nodes"),
-    (1, 2, 5, 11, "final-beams"),
-    (4, 5, 3, 16, "final-beams"),
-]
+SHAPES = [(1, 8, 4, 24), (5, 3, 6, 19)]  # rows, W, L, N
 GRID = size(((1, 16), (1, 32), (1, 9)), ((1, 5, 16), (1, 3, 32), (1, 4, 9)))  # rows, beam widths, draft lengths
 SLOW = [
-    pytest.param(rows, width, length, num_nodes, policy, marks=pytest.mark.slow)
+    pytest.param(rows, width, length, num_nodes, marks=pytest.mark.slow)
     for rows, width, length in product(*GRID)
-    for policy, sizes in (("all-nodes", {2, min(33, 1 + width * length)}), ("final-beams", {1 + width * length}))
-    for num_nodes in sorted(sizes)
+    for num_nodes in sorted({2, min(33, 1 + width * length), 1 + width * length})
 ]
 
 
-@pytest.mark.parametrize(("rows", "width", "length", "size", "policy"), [*SHAPES, *SLOW])
-def test_any_tree_gives_the_oracles_tokens(rows: int, width: int, length: int, size: int, policy: TreePolicy) -> None:
-    tree = {"beam_width": width, "draft_length": length, "tree_size": size, "tree_policy": policy}
-    engine = new_engine(max_num_seqs=rows, prefill_chunk=rows, **tree)
+@pytest.mark.parametrize(("rows", "width", "length", "size"), [*SHAPES, *SLOW])
+def test_any_tree_gives_the_oracles_tokens(rows: int, width: int, length: int, size: int) -> None:
+    engine = new_engine(max_num_seqs=rows, prefill_chunk=rows, beam_width=width, draft_length=length, tree_size=size)
     assert_lossless(engine, [*((prompt, NO_EOS) for prompt in KNOWN[:3]), *requests(4, seed=rows)])
 
 

@@ -41,7 +41,6 @@ METHODS = {
     for label, numbers in {
         "none": {},
         "drafter": TREE,
-        "drafter final-beams": TREE | {"tree_size": 10, "tree_policy": "final-beams"},
         "drafter uncoupled": TREE | {"coupled": False},
         "drafter tau": TREE | {"tau": 2.0},
         "lookup": {"tree_size": 8, "num_matches": 3},

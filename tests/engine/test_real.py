@@ -9,7 +9,6 @@ from drafter.engine.engine import Engine
 from drafter.engine.loading import load_drafter, load_target
 from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import TreePolicy
 from drafter.targets.target import Target
 from tests.engine.test_engine import hugging_face_answer
 
@@ -47,16 +46,9 @@ def drafter() -> RecurrentDrafter:
     return load_drafter("smollm2-135m", target())
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "length", "size", "policy"),
-    [
-        (1, 8, 4, 24, "all-nodes"),
-        (8, 3, 6, 10, "all-nodes"),
-        (8, 4, 3, None, "final-beams"),
-    ],
-)
-def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None, policy: TreePolicy) -> None:
-    config = EngineConfig(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size, tree_policy=policy)
+@pytest.mark.parametrize(("rows", "width", "length", "size"), [(1, 8, 4, 24), (8, 3, 6, 10), (8, 4, 3, None)])
+def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None) -> None:
+    config = EngineConfig(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size)
     plain = Engine(target(), config=EngineConfig(method="none", max_num_seqs=rows)).generate(PROMPTS, GREEDY)
     assert [completion.token_ids for completion in plain] == hugging_face_answers()
     completions = Engine(target(), drafter(), config).generate(PROMPTS, GREEDY)

@@ -43,7 +43,6 @@ def on(device: str, models: str, **given: Any) -> Plan:
         ("cuda", "drafter", {"tree_size": 12}, ("drafter", (8, 4), 12, None)),
         ("cpu", "drafter", {"tree_size": 3}, ("drafter", (4, 2), 3, None)),
         ("cpu", "drafter", {"beam_width": 2, "copying": False}, ("drafter", (2, 3), 7, None)),
-        ("cpu", "drafter", {"tree_policy": "final-beams", "beam_width": 10}, ("drafter", (10, 3), 31, None)),
         ("cpu", "drafter", {"method": "lookup", "tree_size": 5}, ("lookup", None, 5, None)),
         ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, 2)),
     ],
@@ -63,9 +62,9 @@ def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tup
         ("drafter", {"tree_size": 6}, "drafter, W 4 L 3 N 6: --tree-size as given, otherwise default for a CPU"),
         (
             "drafter",
-            {"method": "drafter", "beam_width": 2, "draft_length": 2, "tree_policy": "final-beams", "copying": False},
-            "drafter, W 2 L 2 N 5, final beams, no copies: --method, --beam-width, --draft-length, --tree-policy, "
-            "--copying as given, otherwise default for a CPU",
+            {"method": "drafter", "beam_width": 2, "draft_length": 2, "copying": False},
+            "drafter, W 2 L 2 N 5, no copies: --method, --beam-width, --draft-length, --copying as given, otherwise "
+            "default for a CPU",
         ),
     ],
 )
@@ -82,12 +81,11 @@ def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reas
         (
             None,
             {"beam_width": 2, "draft_length": 4, "tree_size": 10, "copying": False},
-            "--tree-size 10: .* --beam-width 2, --draft-length 4 and .* have at most 9 nodes",
+            "--tree-size 10: .* --beam-width 2 and --draft-length 4 have at most 9 nodes",
         ),
         (None, {"beam_width": 2, "draft_length": 4, "tree_size": 3}, "--draft-length 4 is deeper than trees of"),
         (None, {"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes"),
         (None, {"method": "magic"}, "--method is 'magic'"),
-        ("drafter", {"tree_size": 20, "tree_policy": "final-beams"}, "--tree-size 20: .* final-beams have 13 nodes"),
         ("drafter", {"tree_size": 24}, "--tree-size 24: .* at most 20 nodes"),
         ("", {"beam_width": 4}, "--beam-width 4 is for --method drafter, and --method lookup does not read it"),
         ("", {"tuned": "t.json"}, "--tuned t.json sizes the trees of a drafter: give --drafter"),
