@@ -10,7 +10,7 @@ from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
 from drafter.proposers.options import METHODS, Method, drafting_class
 from drafter.utils.options import Options, comma_separated, part_of, suggestion
-from drafter.utils.validate import check_ranges, seed_field, within
+from drafter.utils.validate import Checked, seed_field, within
 
 BASELINE = "none"  # plain decoding of this package
 # The engines that decode in a process of their own, and their packages.
@@ -214,7 +214,7 @@ class BenchOptions(MethodOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings:
+class TuneSettings(Checked):
     """The candidate trees of `drafter tune`, and the limits of the measurement.
 
     Attributes:
@@ -230,6 +230,6 @@ class TuneSettings:
     seconds: float = within(150.0, above=0.0)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if not self.batch_sizes:
             raise ValueError("--batch-sizes is empty: 1 is one prompt at a time")

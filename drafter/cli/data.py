@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from drafter.utils.options import Options
-from drafter.utils.validate import within
+from drafter.utils.validate import Checked, within
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class RowOptions(Checked):
     """How the rows of a file are read.
 
     Attributes:
@@ -25,6 +25,7 @@ class RowOptions:
         return dict(pair.split("=", 1) for pair in self.column) or None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if bad := [pair for pair in self.column if not re.fullmatch("[^=]+=.+", pair)]:
             raise ValueError(f"--column {bad[0]} must be OURS=THEIRS, such as prompt=question")
 

@@ -39,6 +39,7 @@ class ExportOptions(Options):
     copying: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.format == "drafter" and self.target is not None:
             raise ValueError("--target belongs to the formats for other programs: add --format apple or --format vllm")
         if self.format != "vllm" and not self.copying:

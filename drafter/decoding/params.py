@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from drafter.utils.validate import check_ranges, seed_field, within
+from drafter.utils.validate import Checked, seed_field, within
 
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """Sampling parameters of one request. The text depends on prompt and parameters alone, not on other requests.
 
     Attributes:
@@ -24,6 +25,7 @@ class SamplingParams:
         ignore_eos: generate on after the target's own stop tokens
     """
 
+    are_flags: ClassVar[bool] = False
     max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0, mend="0 is greedy")
     top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
@@ -40,7 +42,7 @@ class SamplingParams:
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name} must be a sequence, not {value!r}")
             object.__setattr__(self, name, tuple(value))
-        check_ranges(self, are_flags=False)  # a command has checked its flags before
+        super().__post_init__()
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         for text in self.stop:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter.decoding.params import SamplingParams
-from drafter.utils.validate import check_ranges, seed_field, within
+from drafter.utils.validate import Checked, seed_field, within
 
 if TYPE_CHECKING:
     from drafter.data.formats import Row
@@ -93,7 +93,7 @@ def select_prompts(
 
 
 @dataclass(frozen=True)
-class AnswerSettings:
+class AnswerSettings(Checked):
     """Sampling parameters of a run; the settings file beside the answers records all of them.
 
     Attributes:
@@ -116,7 +116,7 @@ class AnswerSettings:
     seed: int = seed_field()
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if not self.temperature:
             raise ValueError("--temperature names no temperature: give 0 for greedy answers")
         if 0.0 in self.temperature and self.num_answers > len(self.temperature):

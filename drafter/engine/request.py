@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.targets.chat import Chat
-from drafter.utils.validate import check_ranges, within
+from drafter.utils.validate import Checked, within
 
 if TYPE_CHECKING:
     from drafter.targets.target import Target
@@ -129,7 +129,7 @@ class IncrementalText:
 
 
 @dataclass(frozen=True)
-class RequestOptions:
+class RequestOptions(Checked):
     """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens).
 
     Attributes:
@@ -142,9 +142,6 @@ class RequestOptions:
     speculate: bool = True
     num_logprobs: int | None = within(None, low=0, high=2**31)
     want_tree: bool = False
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_drafter, shipped_drafter
 from drafter.proposers.options import METHODS, Drafting, Method, drafting_class
-from drafter.utils.validate import check_ranges, require_choice, within
+from drafter.utils.validate import Checked, require_choice, within
 
 if TYPE_CHECKING:
     from drafter.engine.tuned import TunedSizes
@@ -37,7 +37,7 @@ _CHEAP_TOKENS_CPU, _CHEAP_TOKENS = 16, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """How an engine drafts and batches. None: :func:`resolve` chooses.
 
     Attributes:
@@ -72,8 +72,8 @@ class EngineConfig:
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, and settings that contradict each other for every model and device."""
-        check_ranges(self)
+        """Refuse settings that contradict each other for every model and device."""
+        super().__post_init__()
         if self.method is not None:
             require_choice("method", self.method, tuple(METHODS))
             _refuse_unused(self, self.method)
@@ -101,7 +101,7 @@ class EngineOptions(TargetConfig, EngineConfig):
 
     def __post_init__(self) -> None:
         """Refuse a method without its model before anything is loaded (ValueError)."""
-        EngineConfig.__post_init__(self)
+        super().__post_init__()
         has_drafter, has_draft_model = self.drafter_used is not None, self.draft_model is not None
         _check_models(self, has_drafter=has_drafter, has_draft_model=has_draft_model)
 
@@ -128,7 +128,7 @@ class EngineOptions(TargetConfig, EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Checked):
     """What an engine does: nothing is open. None stands for "no limit" and "no file" alone.
 
     Attributes:
@@ -154,9 +154,6 @@ class Plan:
     max_drafted_rows: int | None = None
     dtype: str = "float32"
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
     @classmethod
     def of(cls, method: str, **numbers: Any) -> "Plan":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from drafter.utils.validate import check_ranges
+from drafter.utils.validate import Checked
 
 if TYPE_CHECKING:
     from drafter.decoding.proposer import Proposer
@@ -62,7 +62,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting:
+class Drafting(Checked):
     """Base class of the settings of a way to draft: all numbers that its proposer needs, none of them open.
 
     Attributes:
@@ -83,9 +83,6 @@ class Drafting:
     def is_rejection(self) -> bool:
         """Whether drafts are samples of q, which the rule of two-model speculative decoding accepts or rejects."""
         return False
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: "RecurrentDrafter | None") -> Self:

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from drafter.utils.parse import MAX_YAML_BYTES, parse_yaml
-from drafter.utils.validate import check_ranges, range_of
+from drafter.utils.validate import Checked, range_of
 
 
 @dataclass(frozen=True)
-class Options:
-    """Base of all options: checks the ranges of all fields, and runs the checks of every base, on construction.
+class Options(Checked):
+    """Base of all options.
 
     Attributes of the class:
         positional: the field that is given without a flag.
@@ -46,13 +46,7 @@ class Options:
     common: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
     kept: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        classes = type(self).__mro__
-        for base in classes[classes.index(Options) + 1 :]:
-            if "__post_init__" in vars(base):
-                base.__post_init__(self)  # type: ignore[attr-defined]
+    are_flags: ClassVar[bool] = True  # those of SamplingParams too
 
 
 _CONFIGS = Path(__file__).parent.parent / "configs"

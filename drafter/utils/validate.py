@@ -1,16 +1,15 @@
 """Checks of values that users give: a ValueError names the flag, the value and the permitted range.
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Checked):
     rows: int = within(8, low=1, high=64)               # the help shows "from 1 to 64"
 
-    def __post_init__(self) -> None:
-        check_ranges(self)                              # --rows is 0 but must be an integer from 1 to 64
+Toy(rows=0)                                             # --rows is 0 but must be an integer from 1 to 64
 """
 
 from collections.abc import Sequence
-from dataclasses import field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
 
 MOST = 10**9  # of a value that has no limit of its own: no count, size or time is larger
 
@@ -78,6 +77,23 @@ def check_ranges(options: Any, prefix: str = "", *, are_flags: bool = True) -> N
         for single in value if isinstance(value, tuple | list) else (value,):
             flag = prefix + item.name if prefix else item.name.replace("_", "-")
             span.check(f"--{flag}" if are_flags else item.name, single)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base of settings whose ranges are checked on construction.
+
+    A class with checks of its own calls ``super().__post_init__()`` in them, so that the options of a command, which
+    are the settings of several classes, run each check once.
+
+    Attributes:
+        are_flags: whether users know the fields as flags; otherwise as arguments of Python.
+    """
+
+    are_flags: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_ranges(self, are_flags=self.are_flags)
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
