@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from drafter.decoding.params import SamplingParams as SamplingParams
     from drafter.engine.engine import Engine as Engine
     from drafter.engine.loading import load_drafter as load_drafter
-    from drafter.engine.loading import load_target as load_target
     from drafter.engine.request import Request as Request
     from drafter.engine.settings import EngineConfig as EngineConfig
     from drafter.models.config import DrafterConfig as DrafterConfig
     from drafter.models.drafter import RecurrentDrafter as RecurrentDrafter
+    from drafter.runtimes.loading import load_target as load_target
     from drafter.targets.target import Target as Target
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _HOME_OF = {
     "RecurrentDrafter": "drafter.models.drafter",
     "Target": "drafter.targets.target",
     "load_drafter": "drafter.engine.loading",
-    "load_target": "drafter.engine.loading",
+    "load_target": "drafter.runtimes.loading",
 }
 
 __all__ = ["__version__", *_HOME_OF]

@@ -7,10 +7,10 @@ from typing import Any
 
 def make_target(folder: Path, *, seed: int = 0) -> str:
     """A Llama of hidden size 32, context 128, with a byte-level tokenizer and a chat template; its folder."""
-    from drafter.targets.catalog import resolve
+    from drafter.targets.catalog import place_of
     from tests.targets.tiny_gguf import write_gguf
 
-    return str(resolve(str(write_gguf(folder / "tiny.gguf", seed=seed))))
+    return str(place_of(str(write_gguf(folder / "tiny.gguf", seed=seed))))
 
 
 def make_drafter(target: str, folder: Path, **shape: Any) -> str:

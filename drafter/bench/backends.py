@@ -25,7 +25,7 @@ from drafter.bench import peer_worker
 from drafter.bench.settings import PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.targets.catalog import gguf_file, resolve
+from drafter.targets.catalog import gguf_file, place_of
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 
@@ -194,7 +194,7 @@ def start_peer(
     """
     assert batch_size == 1 or spec.name != "llama-cpp"
     package, is_vllm = PEER_PACKAGES[spec.name], spec.name == "vllm"
-    source = Path(resolve(target.name)) if is_vllm else gguf_file(target.name)
+    source = Path(place_of(target.name)) if is_vllm else gguf_file(target.name)
     settings = {
         "package": package,
         "source": str(source),

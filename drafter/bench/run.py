@@ -23,7 +23,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
 from drafter.engine.settings import Plan
-from drafter.engine.tuned import device_name, dtype_name, fingerprint_of_weights, number_format
+from drafter.engine.tuned import device_name, dtype_name, fingerprint_of_weights
 from drafter.targets.target import Target
 from drafter.utils.provenance import run_record
 
@@ -143,7 +143,7 @@ class _Point:
         identity = {
             "target": {
                 "name": target.name,
-                "dtype": number_format(target) + rounding,
+                "dtype": target.traits.number_format + rounding,
                 "runtime": target.runtime.name,
                 "num_parameters": target.runtime.num_parameters,
                 "fingerprint": target.fingerprint,

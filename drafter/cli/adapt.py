@@ -13,7 +13,8 @@ def adapt(options: AdaptOptions) -> int:
     """Run `drafter adapt`."""
     import torch
 
-    from drafter.engine.loading import load_drafter, load_target, shipped_drafter
+    from drafter.engine.loading import load_drafter, shipped_drafter
+    from drafter.runtimes.loading import load_target
     from drafter.training.adapt import adapt as run
 
     if options.threads is not None:

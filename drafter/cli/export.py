@@ -72,7 +72,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _target_of(options: ExportOptions, drafter: "RecurrentDrafter") -> "Target":
-    from drafter.engine.loading import load_target
+    from drafter.runtimes.loading import load_target
 
     name = options.target or drafter.config.target_name
     if not name:

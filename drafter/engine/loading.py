@@ -5,7 +5,7 @@ No torch is imported before a model is loaded.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from drafter.utils.io import first_line, recover
 
@@ -51,6 +51,8 @@ class TargetConfig:
 
     def load(self, name: str | None = None, *, is_trainable: bool = False) -> "Target":
         """The target, or another model with the same dtype and device (ValueError if it cannot be loaded)."""
+        from drafter.runtimes.loading import load_target
+
         is_target = name in (None, self.target)
         return load_target(
             name or self.target, dtype=self.dtype, device=self.device, revision=self.revision if is_target else None,
@@ -66,19 +68,6 @@ class LoadedModels(NamedTuple):
     target: "Target"
     drafter: "RecurrentDrafter | None"
     draft_model: "Target | None"
-
-
-def load_target(name: str, **options: Any) -> "Target":
-    """The target of a command: :func:`drafter.runtimes.loading.load_target` without the bars and notices of
-    transformers.
-    """
-    from transformers.utils import logging
-
-    from drafter.runtimes.loading import load_target
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return load_target(name, **options)
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":

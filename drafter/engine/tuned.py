@@ -242,7 +242,7 @@ def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: boo
     """What measured sizes depend on: machine, target, drafter, and whether the steps are compiled."""
     return {
         "device": device_name(target),
-        "dtype": number_format(target),
+        "dtype": target.traits.number_format,
         "runtime": target.runtime.name,
         "compile": is_compiled,
         "target_fingerprint": target.fingerprint,
@@ -258,11 +258,6 @@ def misfit(sizes: TunedSizes, present: Mapping[str, Any]) -> str:
         if measured not in (None, found) and not is_same:
             return f"was measured for another {name.partition('_')[0]} ({str(measured)[:99]}, not {str(found)[:99]})"
     return ""
-
-
-def number_format(target: Target) -> str:
-    """The number format of a target's weights: `stored` for the integers of a GGUF file, else the dtype's name."""
-    return str(target.traits.number_format)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

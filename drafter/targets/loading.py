@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
-from drafter.targets.catalog import resolve
+from drafter.targets.catalog import place_of
 from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
@@ -122,7 +122,7 @@ def read_checkpoint(
     Raises:
         ValueError: the files cannot be read, or the model cannot be spread so.
     """
-    place = resolve(name)
+    place = place_of(name)
     try:
         _check_layers(checkpoint_files(place, shared.get("revision")))
         scheme, arguments = reading_of(place, shared)

@@ -6,9 +6,10 @@ import pytest
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import load_drafter, load_target
+from drafter.engine.loading import load_drafter
 from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
+from drafter.runtimes.loading import load_target
 from drafter.targets.target import Target
 from tests.engine.test_engine import hugging_face_answer
 

