@@ -22,7 +22,7 @@ RULES = {
     "runtimes": "targets kernels utils torch transformers",
     "decoding": "kernels utils torch",
     "proposers": "decoding models targets kernels utils torch",
-    "engine": "proposers decoding models runtimes targets kernels utils torch transformers:loading.py",
+    "engine": "proposers decoding models runtimes targets kernels utils torch",
     "data": "targets utils torch datasets lightning:module.py",
     "distill": "data engine proposers decoding models targets utils torch ray:ray_answers.py",
     "serving": "engine proposers decoding models targets utils torch fastapi ray:ray_app.py",
@@ -32,12 +32,13 @@ RULES = {
     "transformers:backends.py datasets:workload.py matplotlib:plots.py vllm:peer_worker.py",
     "training": "runtimes integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models "
     "targets utils torch transformers lightning",
-    "cli": "training bench integrations serving distill data engine proposers decoding models targets utils torch",
+    "cli": "training bench integrations serving distill data engine proposers decoding models runtimes targets utils "
+    "torch",
 }
 
 # Files of the package's root, and the rooms that they may import.
 ROOT_FILES = {
-    "__init__.py": ("engine", "decoding", "models", "targets"),
+    "__init__.py": ("engine", "decoding", "models", "runtimes", "targets"),
     "__main__.py": ("cli",),
     "reference.py": (),
 }
