@@ -1,6 +1,6 @@
 """Proposer: the base class of every way to draft, and the tensors that a proposer reads.
 
-Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S slots.
+Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S cache slots.
 """
 
 from collections.abc import Sequence

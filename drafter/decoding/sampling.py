@@ -22,7 +22,7 @@ numbers could move V * 2^-25 (1e-3).
 On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), for plain and drafted decoding
 alike, so that the picks have the same bits. The functions here define the result of the kernel.
 
-Shapes: B rows · T positions · N tree nodes · L draft length (L + 1 depths) · V vocabulary · M listed token ids (V or a
+Shapes: B rows · T positions · N tree nodes · Z = L + 1 nodes of a path · V vocabulary · M listed token ids (V or a
 subset) · K listed best tokens.
 """
 
@@ -145,20 +145,20 @@ class Noise(NamedTuple):
     Attributes:
         seed_B: int64.
         length_B: position of the root, int64; the pick at depth d has position length + d + 1.
-        table_BLV: float32 [B, >= L + 1, V]; None on a device with the kernels.
+        table_BZV: float32 [B, >= Z, V]; None on a device with the kernels.
     """
 
     seed_B: Tensor
     length_B: Tensor
-    table_BLV: Tensor | None
+    table_BZV: Tensor | None
 
     def at(self, depth: int, token_ids: Tensor) -> Tensor:
         """Noise of tokens [M], or of a list for each row [B, M], at one depth: float32 [B, M]."""
         is_shared = token_ids.dim() == 1
-        if self.table_BLV is None:
+        if self.table_BZV is None:
             position_B1 = self.length_B[:, None] + (depth + 1)
             return gumbel_noise(self.seed_B, position_B1, token_ids if is_shared else token_ids[:, None])[:, 0]
-        noise_BV = self.table_BLV[:, depth]
+        noise_BV = self.table_BZV[:, depth]
         return noise_BV.index_select(1, token_ids) if is_shared else noise_BV.gather(1, token_ids)
 
 
@@ -300,9 +300,9 @@ def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: 
     """:func:`pick` of nodes whose depths are given [B, N], with the noise of their depths; None: no row samples."""
     if noise is None:
         return pick(logits_BNV, None, warp)
-    if noise.table_BLV is None:
+    if noise.table_BZV is None:
         return _kernels().pick(logits_BNV, noise.seed_B, noise.length_B, depth_BN, *warp[:4])
-    noise_BNV = noise.table_BLV
+    noise_BNV = noise.table_BZV
     if noise_BNV.shape[1] > 1:  # noise of one depth is broadcast
         # Indexing copies whole rows of V numbers; a gather would look up each number.
         row_B1 = torch.arange(noise_BNV.shape[0], device=noise_BNV.device)[:, None]

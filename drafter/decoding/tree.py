@@ -1,7 +1,7 @@
 """Draft trees: lists of drafted nodes, and the packed trees of candidates that are made from these lists.
 
-Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their children) · M nodes of a list, level
-after level · X nodes of one level · L draft length · V target vocabulary.
+Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their children) · M drafted nodes of a list,
+level after level · G = N - 1 kept nodes · V target vocabulary.
 """
 
 from functools import cache
@@ -75,23 +75,23 @@ def pack_nodes(
         return Candidates(*native.pack_nodes(root_B, token_BM, parent_BM, depth_BM, score_BM, num_nodes))
     device = token_BM.device
     best_BM = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1]
-    kept_BK = best_BM.sort(dim=1).values  # back into order of depth
+    kept_BG = best_BM.sort(dim=1).values  # back into order of depth
     # Where each drafted node ends up in the packed tree; index M stands for "the root".
     place_BM = torch.zeros(num_rows, num_drafted + 1, dtype=torch.int64, device=device)
-    node_K = torch.arange(1, num_nodes, device=device)
-    place_BM.scatter_(1, kept_BK, node_K.expand(num_rows, -1))
-    parent_BK = parent_BM.gather(1, kept_BK)
-    parent_BK = place_BM.gather(1, torch.where(parent_BK < 0, num_drafted, parent_BK))
-    is_node_BK = score_BM.gather(1, kept_BK) > -torch.inf
-    parent_BK = torch.where(is_node_BK, parent_BK, node_K)
-    depth_BK = torch.where(is_node_BK, depth_BM.gather(1, kept_BK), 0)
-    token_BK = torch.where(is_node_BK, token_BM.gather(1, kept_BK), 0)
+    node_G = torch.arange(1, num_nodes, device=device)
+    place_BM.scatter_(1, kept_BG, node_G.expand(num_rows, -1))
+    parent_BG = parent_BM.gather(1, kept_BG)
+    parent_BG = place_BM.gather(1, torch.where(parent_BG < 0, num_drafted, parent_BG))
+    is_node_BG = score_BM.gather(1, kept_BG) > -torch.inf
+    parent_BG = torch.where(is_node_BG, parent_BG, node_G)
+    depth_BG = torch.where(is_node_BG, depth_BM.gather(1, kept_BG), 0)
+    token_BG = torch.where(is_node_BG, token_BM.gather(1, kept_BG), 0)
     zero_B1 = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
     return Candidates(
-        token_BN=torch.cat([root_B[:, None], token_BK], dim=1),
-        parent_BN=torch.cat([zero_B1, parent_BK], dim=1),
-        depth_BN=torch.cat([zero_B1, depth_BK], dim=1),
-        is_node_BN=torch.cat([torch.ones_like(zero_B1, dtype=torch.bool), is_node_BK], dim=1),
+        token_BN=torch.cat([root_B[:, None], token_BG], dim=1),
+        parent_BN=torch.cat([zero_B1, parent_BG], dim=1),
+        depth_BN=torch.cat([zero_B1, depth_BG], dim=1),
+        is_node_BN=torch.cat([torch.ones_like(zero_B1, dtype=torch.bool), is_node_BG], dim=1),
     )
 
 

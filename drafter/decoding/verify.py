@@ -1,6 +1,7 @@
 """Accept: the verified nodes that the target would have generated itself. Pure functions of tensors.
 
-Shapes: B rows · N tree nodes · L draft length (paths have L + 1 entries, depth 0 is the root) · V vocabulary.
+Shapes: B rows · N tree nodes · L draft length · Z = L + 1 nodes of a path, root first ·
+G = N - 1 drafted nodes · V vocabulary.
 """
 
 from typing import NamedTuple
@@ -18,13 +19,13 @@ class AcceptedPath(NamedTuple):
     """The accepted path of each row.
 
     Attributes:
-        path_BL: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated,
-            int64 [B, L+1].
+        path_BZ: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated,
+            int64 [B, Z].
         num_accepted_B: depth of the last accepted node (the root not counted), int64 [B].
         bonus_B: the target's own token after the path, which is no node of the tree, int64 [B].
     """
 
-    path_BL: Tensor
+    path_BZ: Tensor
     num_accepted_B: Tensor
     bonus_B: Tensor
 
@@ -32,12 +33,12 @@ class AcceptedPath(NamedTuple):
         """Tokens that the step emits: the accepted path without its root, then the bonus token, then repeats.
 
         Returns:
-            int64 [B, L + 1]; the first ``num_accepted + 1`` entries of a row count.
+            int64 [B, Z]; the first ``num_accepted + 1`` entries of a row count.
         """
-        depth_L = torch.arange(self.path_BL.shape[1], device=self.path_BL.device)
-        token_BL = candidates.token_BN.gather(1, self.path_BL)
-        shifted_BL = torch.cat([token_BL[:, 1:], self.bonus_B[:, None]], dim=1)
-        return torch.where(depth_L < self.num_accepted_B[:, None], shifted_BL, self.bonus_B[:, None])
+        depth_Z = torch.arange(self.path_BZ.shape[1], device=self.path_BZ.device)
+        token_BZ = candidates.token_BN.gather(1, self.path_BZ)
+        shifted_BZ = torch.cat([token_BZ[:, 1:], self.bonus_B[:, None]], dim=1)
+        return torch.where(depth_Z < self.num_accepted_B[:, None], shifted_BZ, self.bonus_B[:, None])
 
 
 def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> AcceptedPath:
@@ -65,8 +66,8 @@ def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, 
     # The walk has one node at each depth up to the last; the other nodes go to a place behind the path.
     node_BN = torch.arange(pick_BN.shape[1], device=pick_BN.device).expand_as(pick_BN)
     place_BN = torch.where(on_walk_BN, candidates.depth_BN, max_depth + 1)
-    path_BL = last_B[:, None].repeat(1, max_depth + 2).scatter_(1, place_BN, node_BN)[:, :-1]
-    return AcceptedPath(path_BL, num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
+    path_BZ = last_B[:, None].repeat(1, max_depth + 2).scatter_(1, place_BN, node_BN)[:, :-1]
+    return AcceptedPath(path_BZ, num_accepted_B, pick_BN.gather(1, last_B[:, None])[:, 0])
 
 
 def accept_samples(
@@ -108,6 +109,6 @@ def accept_samples(
     # p <= q everywhere means p = q up to rounding. Only rounding can reject then, and p replaces the residual.
     residual_BNV = torch.where(residual_BNV.sum(dim=2, keepdim=True) > 0, residual_BNV, p_BNV)
     bonus_BN = argmax(residual_BNV.log() + residual_noise_BNV)
-    depth_L = torch.arange(num_nodes, device=num_accepted_B.device)
-    path_BL = torch.minimum(depth_L, num_accepted_B[:, None])
-    return AcceptedPath(path_BL, num_accepted_B, bonus_BN.gather(1, num_accepted_B[:, None])[:, 0])
+    depth_Z = torch.arange(num_nodes, device=num_accepted_B.device)
+    path_BZ = torch.minimum(depth_Z, num_accepted_B[:, None])
+    return AcceptedPath(path_BZ, num_accepted_B, bonus_BN.gather(1, num_accepted_B[:, None])[:, 0])

@@ -1,7 +1,7 @@
 """Runner: the tensors of the running rows, their memory, and one step over these rows. The scheduler owns all queues.
 
-Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length (L + 1 depths) · V vocabulary ·
-C context size · S slots of a row · R rows with log-probabilities · K listed tokens.
+Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length · Z = L + 1 nodes of a path ·
+V vocabulary · C context size · S cache slots · A rows with log-probabilities · M listed tokens · X any dimensions.
 """
 
 import logging
@@ -47,13 +47,13 @@ class _Wanted(NamedTuple):
     """What the requests of a step ask for besides tokens.
 
     Attributes:
-        row_R: rows with log-probabilities.
+        row_A: rows with log-probabilities.
         num_top: likeliest tokens of each position, at least; None: no row has log-probabilities.
         has_tree: some row shows its tree.
         has_plain_rows: some row takes no drafts.
     """
 
-    row_R: Tensor
+    row_A: Tensor
     num_top: int | None
     has_tree: bool
     has_plain_rows: bool
@@ -210,10 +210,10 @@ class Runner:
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise, proposer.max_depth)
-        emitted_BL = accepted.emitted(candidates)
-        results = self._results(candidates, accepted, logits_BNV, emitted_BL, wanted)
+        emitted_BZ = accepted.emitted(candidates)
+        results = self._results(candidates, accepted, logits_BNV, emitted_BZ, wanted)
         words_X = _packed(results.values())
-        self._commit(*accepted, emitted_BL, context_BNC, rows.is_active_B)
+        self._commit(*accepted, emitted_BZ, context_BNC, rows.is_active_B)
         return words_X, results
 
     def _propose(self, proposer: Proposer, rows: RowState, noise: Noise | None, *, is_trial: bool) -> Candidates:
@@ -240,7 +240,7 @@ class Runner:
         candidates: Candidates,
         accepted: AcceptedPath,
         logits_BNV: Tensor,
-        emitted_BL: Tensor,
+        emitted_BZ: Tensor,
         wanted: _Wanted,
     ) -> dict[str, Tensor]:
         """What :meth:`_hand_out` reads: whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then,
@@ -248,17 +248,17 @@ class Runner:
         """
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
-        results = {"line": torch.cat([failed_B[:, None], number_B[:, None], emitted_BL], dim=1)}
+        results = {"line": torch.cat([failed_B[:, None], number_B[:, None], emitted_BZ], dim=1)}
         if wanted.num_top is not None:
-            row_R = wanted.row_R
+            row_A = wanted.row_A
             # The token emitted at depth d was picked by the target at the path's node of depth d.
-            logprob_RLV = logits_BNV[row_R[:, None], accepted.path_BL[row_R]].float().log_softmax(dim=2)
-            picked_RL1 = logprob_RLV.gather(2, emitted_BL[row_R][:, :, None])
-            value_RLK, token_RLK = logprob_RLV.topk(min(wanted.num_top, logprob_RLV.shape[2]), dim=2)
-            results |= {"logprob": picked_RL1[:, :, 0], "top_token": token_RLK, "top_logprob": value_RLK}
+            logprob_AZV = logits_BNV[row_A[:, None], accepted.path_BZ[row_A]].float().log_softmax(dim=2)
+            picked_AZ1 = logprob_AZV.gather(2, emitted_BZ[row_A][:, :, None])
+            value_AZM, token_AZM = logprob_AZV.topk(min(wanted.num_top, logprob_AZV.shape[2]), dim=2)
+            results |= {"logprob": picked_AZ1[:, :, 0], "top_token": token_AZM, "top_logprob": value_AZM}
         if wanted.has_tree:
             results |= {name: getattr(candidates, f"{name}_BN") for name in ("token", "parent", "is_node")}
-            results |= {"path": accepted.path_BL, "bonus": accepted.bonus_B}
+            results |= {"path": accepted.path_BZ, "bonus": accepted.bonus_B}
         return results
 
     def _hand_out(self, words_X: Tensor, results: dict[str, Tensor], requests: Sequence[Request]) -> list[StepResult]:
@@ -319,25 +319,25 @@ class Runner:
     def _wanted(self, requests: Sequence[Request], num_rows: int) -> _Wanted:
         num_logprobs = _num_logprobs(requests)
         num_top = max(num_logprobs.values(), default=None)
-        row_R = self._row_B[:num_rows]
+        row_A = self._row_B[:num_rows]
         if num_top is not None:
             if self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
                 num_top = 1 << (num_top - 1).bit_length() if num_top else 0
             else:
-                row_R = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
+                row_A = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
         has_plain_rows = any(not request.options.speculate for request in requests)
-        return _Wanted(row_R, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
+        return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
 
     def _noise(self, rows: RowState, max_depth: int) -> Noise:
         """Noise of the picks at depth 0 .. L."""
-        table_BLV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
+        table_BZV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
         # Columns of the rows' state, which each kernel would copy.
-        return Noise(rows.seed_B.contiguous(), rows.length_B.contiguous(), table_BLV)
+        return Noise(rows.seed_B.contiguous(), rows.length_B.contiguous(), table_BZV)
 
     def _noise_table(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
         """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
-        position_BL = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
-        return gumbel_noise(rows.seed_B, position_BL, self._token_V, **stream)
+        position_BZ = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
+        return gumbel_noise(rows.seed_B, position_BZ, self._token_V, **stream)
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
@@ -378,29 +378,29 @@ class Runner:
 
     def _commit(
         self,
-        path_BL: Tensor,
+        path_BZ: Tensor,
         num_accepted_B: Tensor,
         bonus_B: Tensor,
-        emitted_BL: Tensor,
+        emitted_BZ: Tensor,
         context_BNC: Tensor,
         active_B: Tensor,
     ) -> None:
         """Move the accepted slots together and make the bonus token the root. Inactive rows do not change."""
-        num_rows, num_emitted = emitted_BL.shape
+        num_rows, num_emitted = emitted_BZ.shape
         length_B = self._length_B[:num_rows]
         if num_emitted > 1:
-            step_L = torch.arange(1, num_emitted, device=emitted_BL.device)
+            step_L = torch.arange(1, num_emitted, device=emitted_BZ.device)
             # Depth d of the path goes to slot length + d. Later depths repeat the last accepted node; the next tree
             # overwrites these slots. Inactive rows move nothing.
-            from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BL[:, 1:], 0)
+            from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BZ[:, 1:], 0)
             to_BL = torch.where(active_B[:, None], length_B[:, None] + step_L, 0)
             self.cache.move_slots(from_BL, to_BL)
-        last_B11 = path_BL[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
+        last_B11 = path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
         context_BC = context_BNC.gather(1, last_B11)[:, 0]
         # Tokens past the committed length have no meaning, so the scatter may write inactive rows there as well.
-        place_BL = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BL.device)
-        kept_BL = torch.where(active_B[:, None], emitted_BL, self._history_BS[:num_rows].gather(1, place_BL))
-        self._history_BS[:num_rows].scatter_(1, place_BL, kept_BL)
+        place_BZ = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BZ.device)
+        kept_BZ = torch.where(active_B[:, None], emitted_BZ, self._history_BS[:num_rows].gather(1, place_BZ))
+        self._history_BS[:num_rows].scatter_(1, place_BZ, kept_BZ)
         context_BC = torch.where(active_B[:, None], context_BC, self._context_BC[:num_rows])
         root_B = torch.where(active_B, bonus_B, self._root_B[:num_rows])
         length_B = length_B + (num_accepted_B + 1) * active_B

@@ -3,8 +3,8 @@
 The library is built when the package is installed. It holds kernels for several instruction sets, of which the best one
 of the processor runs. Tensors go in as addresses; a structure keeps what its addresses point to.
 
-Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · M listed hidden states, or drafted nodes · N tree
-nodes · L moved slots, or draft length.
+Shapes: B rows · T tokens of a row · D hidden size · V vocabulary · A listed hidden states · M drafted nodes ·
+N tree nodes · L draft length, or moved slots · Z = L + 1 nodes of a path.
 """
 
 import ctypes
@@ -223,14 +223,14 @@ def pack_nodes(
 def accept_picks(
     token_BN: Tensor, parent_BN: Tensor, is_node_BN: Tensor, pick_BN: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`drafter.decoding.verify.accept_picks`: path [B, L + 1], num_accepted and bonus [B], int64."""
+    """See :func:`drafter.decoding.verify.accept_picks`: path [B, Z], num_accepted and bonus [B], int64."""
     num_rows, num_nodes = token_BN.shape
-    path_BL = torch.empty(num_rows, max_depth + 1, dtype=torch.int64)
+    path_BZ = torch.empty(num_rows, max_depth + 1, dtype=torch.int64)
     num_accepted_B, bonus_B = torch.empty(2, num_rows, dtype=torch.int64).unbind()
     given = [each.contiguous() for each in (token_BN, parent_BN, is_node_BN, pick_BN)]
-    addresses = [each.data_ptr() for each in (*given, path_BL, num_accepted_B, bonus_B)]
+    addresses = [each.data_ptr() for each in (*given, path_BZ, num_accepted_B, bonus_B)]
     _library().accept_picks(num_rows, num_nodes, max_depth, *addresses)
-    return path_BL, num_accepted_B, bonus_B
+    return path_BZ, num_accepted_B, bonus_B
 
 
 def search(drafter: Drafter, asked: Search) -> None:
@@ -262,13 +262,13 @@ def forward(
     values go to the tokens' slots. States of tokens in the spare slot are 0.
     """
     hidden_BTD = torch.zeros_like(embedding_BTD)
-    state_MBTD = torch.zeros(len(state_layers), *embedding_BTD.shape)
+    state_ABTD = torch.zeros(len(state_layers), *embedding_BTD.shape)
     layers = (_int * len(state_layers))(*state_layers)
     _library().forward(
         ctypes.byref(model), ctypes.byref(cache), ctypes.byref(tokens), _address(embedding_BTD.data_ptr()),
-        _address(hidden_BTD.data_ptr()), len(state_layers), layers, _address(state_MBTD.data_ptr()),
+        _address(hidden_BTD.data_ptr()), len(state_layers), layers, _address(state_ABTD.data_ptr()),
     )  # fmt: skip
-    return hidden_BTD, list(state_MBTD)
+    return hidden_BTD, list(state_ABTD)
 
 
 def move_slots(model: Model, cache: Cache, source_BL: Tensor, destination_BL: Tensor) -> None:

@@ -1,7 +1,7 @@
 """BeamProposer: beam search with the recurrent drafter; the nodes of the search form the tree.
 
 Shapes: B rows · W beam width (1 at the first step) · L draft length · R draft vocabulary · V target vocabulary ·
-D hidden size · C context size · S slots of history · M drafted nodes · K children of a beam.
+D hidden size · C context size · S cache slots · M drafted nodes · K children of a beam.
 """
 
 from collections.abc import Mapping

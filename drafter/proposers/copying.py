@@ -16,7 +16,7 @@ out of two occurrences, so the odds of the share are halved.
 After the last drafting step, named tokens alone lengthen the best beam, as long as there are any. A long occurrence
 therefore drafts more tokens than the drafter has steps, without a forward of the drafter.
 
-Shapes: B rows · W beams · S slots of history · R draft vocabulary · X lengths of a match, 0 first.
+Shapes: B rows · W beams · S cache slots · R draft vocabulary · X lengths of a match, 0 first.
 """
 
 from collections.abc import Sequence

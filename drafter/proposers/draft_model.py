@@ -1,6 +1,6 @@
 """DraftModelProposer: a smaller language model of the same tokenizer drafts a chain of tokens, one by one.
 
-Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S slots of a row.
+Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S cache slots.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """LookupProposer: drafts the tokens that followed earlier occurrences of the last tokens, prompt included.
 
-Shapes: B rows · S slots of history · M matches · L tokens that a match proposes · G tokens of the longest match ·
-N tree nodes.
+Shapes: B rows · S cache slots · W matches, the beams of a lookup · L draft length · M drafted nodes · G tokens of the
+longest match · N tree nodes.
 """
 
 from collections.abc import Mapping
@@ -49,38 +49,38 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
         history_BS: token ids by position; entries after ``position`` are undefined. int64 [B, S].
         position_B: position of the last token (the root), int64 [B].
         max_ngram: longer matches count as this long.
-        num_matches: M.
+        num_matches: W.
 
     Returns:
-        Position of the match's last token, int64 [B, M], and its length in tokens, 0 = no match, int64 [B, M].
+        Position of the match's last token, int64 [B, W], and its length in tokens, 0 = no match, int64 [B, W].
     """
     num_slots = history_BS.shape[1]
     slot_S = torch.arange(num_slots, device=history_BS.device)
     length_BS = match_lengths(history_BS, position_B, max_ngram)
-    key_BM, index_BM = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
+    key_BW, index_BW = (length_BS * num_slots + slot_S).topk(min(num_matches, num_slots), dim=1)
     if num_slots < num_matches:  # the text has fewer places: the rest is padding without matches
-        key_BM, index_BM = (F.pad(column, (0, num_matches - num_slots)) for column in (key_BM, index_BM))
+        key_BW, index_BW = (F.pad(column, (0, num_matches - num_slots)) for column in (key_BW, index_BW))
     # Places without a match may lie beyond the end of the text.
-    return torch.minimum(index_BM, (position_B[:, None] - 1).clamp_min(0)), key_BM // num_slots
+    return torch.minimum(index_BW, (position_B[:, None] - 1).clamp_min(0)), key_BW // num_slots
 
 
-def follow_matches(history_BS: Tensor, position_B: Tensor, match_BM: Tensor, num_tokens: int) -> Tensor:
+def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num_tokens: int) -> Tensor:
     """The tokens after each match. Beyond the end of the text, the text continues periodically.
 
     After "1 2 3 1 2 3" the match that ends at position 2 proposes 1 2 3, and then 1 2 3 again.
 
     Args:
         history_BS, position_B: as of :func:`find_matches`.
-        match_BM: position of each match's last token, before ``position``; int64 [B, M].
+        match_BW: position of each match's last token, before ``position``; int64 [B, W].
         num_tokens: L.
 
     Returns:
-        int64 [B, M, L].
+        int64 [B, W, L].
     """
     step_L = torch.arange(num_tokens, device=history_BS.device)
-    period_BM1 = (position_B[:, None] - match_BM).clamp_min(1)[:, :, None]
-    source_BML = match_BM[:, :, None] + 1 + step_L % period_BM1
-    return history_BS.gather(1, source_BML.flatten(1)).view(source_BML.shape)
+    period_BW1 = (position_B[:, None] - match_BW).clamp_min(1)[:, :, None]
+    source_BWL = match_BW[:, :, None] + 1 + step_L % period_BW1
+    return history_BS.gather(1, source_BWL.flatten(1)).view(source_BWL.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class LookupProposer(Proposer):
     and tree: Saxena, 2023.)
 
     Args:
-        drafting: number of matches (M), tokens of each (L), and the longest match that counts.
+        drafting: number of matches (W), tokens of each (L), and the longest match that counts.
         device: the target's.
     """
 
@@ -131,37 +131,37 @@ class LookupProposer(Proposer):
         self._odds_X = torch.tensor(_ODDS, device=device)
 
     def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList:
-        """Place l * M + m holds token l of match m, and no node where an earlier match proposes the same tokens.
+        """Place l * W + w holds token l of match w, and no node where an earlier match proposes the same tokens.
 
         The noise is not used.
         """
         history_BS = rows.history_BS[:, : rows.num_visible]
-        match_BM, size_BM = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
-        token_BLM = follow_matches(history_BS, rows.length_B, match_BM, self.length).transpose(1, 2)
+        match_BW, size_BW = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
+        token_BLW = follow_matches(history_BS, rows.length_B, match_BW, self.length).transpose(1, 2)
         # same[b, l, i, j]: match j, if there is one, proposes the same l + 1 tokens as match i.
-        equal_BLMM = token_BLM[:, :, :, None] == token_BLM[:, :, None, :]
-        same_BLMM = equal_BLMM.cumprod(dim=1).bool() & (size_BM > 0)[:, None, None, :]
+        equal_BLWW = token_BLW[:, :, :, None] == token_BLW[:, :, None, :]
+        same_BLWW = equal_BLWW.cumprod(dim=1).bool() & (size_BW > 0)[:, None, None, :]
         # Of the matches that propose the same tokens, the first has the node, and the others have none.
-        first_BLM = same_BLMM.int().argmax(dim=3)
-        match_M = torch.arange(self.num_matches, device=match_BM.device)
-        step_L1 = torch.arange(self.length, device=match_BM.device)[:, None]
-        parent_BLM = (step_L1 - 1) * self.num_matches + first_BLM.roll(1, dims=1)
-        score_BLM = self._score(same_BLMM, size_BM).masked_fill(first_BLM != match_M, -torch.inf)
+        first_BLW = same_BLWW.int().argmax(dim=3)
+        match_W = torch.arange(self.num_matches, device=match_BW.device)
+        step_L1 = torch.arange(self.length, device=match_BW.device)[:, None]
+        parent_BLW = (step_L1 - 1) * self.num_matches + first_BLW.roll(1, dims=1)
+        score_BLW = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf)
         return NodeList(
-            token_BM=token_BLM.flatten(1),
-            parent_BM=parent_BLM.where(step_L1 > 0, -1).flatten(1),
-            score_BM=score_BLM.flatten(1),
+            token_BM=token_BLW.flatten(1),
+            parent_BM=parent_BLW.where(step_L1 > 0, -1).flatten(1),
+            score_BM=score_BLW.flatten(1),
         )
 
-    def _score(self, same_BLMM: Tensor, size_BM: Tensor) -> Tensor:
-        """Cumulative log-probability of token l of every match, -inf without a match, [B, L, M]."""
-        is_match_BM = size_BM > 0
-        before_BLMM = torch.cat([is_match_BM[:, None, None, :].expand_as(same_BLMM[:, :1]), same_BLMM[:, :-1]], dim=1)
+    def _score(self, same_BLWW: Tensor, size_BW: Tensor) -> Tensor:
+        """Cumulative log-probability of token l of every match, -inf without a match, [B, L, W]."""
+        is_match_BW = size_BW > 0
+        before_BLWW = torch.cat([is_match_BW[:, None, None, :].expand_as(same_BLWW[:, :1]), same_BLWW[:, :-1]], dim=1)
         # A match that was right so far is longer by that many tokens now.
-        size_B11M = size_BM[:, None, None, :]
-        best_BLM1 = (size_B11M * before_BLMM).amax(dim=3, keepdim=True)
-        weight_BLMM = before_BLMM * _WEIGHT_PER_TOKEN ** (size_B11M - best_BLM1).float()
-        step_L1 = torch.arange(self.length, device=size_BM.device)[:, None]
-        none_BLM = 1 / self._odds_X[(best_BLM1[..., 0] + step_L1 - 1).clamp(0, len(_ODDS) - 1)]
-        share_BLM = (weight_BLMM * same_BLMM).sum(dim=3) / (weight_BLMM.sum(dim=3) + none_BLM)
-        return share_BLM.log().cumsum(dim=1).masked_fill(~is_match_BM[:, None], -torch.inf)
+        size_B11W = size_BW[:, None, None, :]
+        best_BLW1 = (size_B11W * before_BLWW).amax(dim=3, keepdim=True)
+        weight_BLWW = before_BLWW * _WEIGHT_PER_TOKEN ** (size_B11W - best_BLW1).float()
+        step_L1 = torch.arange(self.length, device=size_BW.device)[:, None]
+        none_BLW = 1 / self._odds_X[(best_BLW1[..., 0] + step_L1 - 1).clamp(0, len(_ODDS) - 1)]
+        share_BLW = (weight_BLWW * same_BLWW).sum(dim=3) / (weight_BLWW.sum(dim=3) + none_BLW)
+        return share_BLW.log().cumsum(dim=1).masked_fill(~is_match_BW[:, None], -torch.inf)

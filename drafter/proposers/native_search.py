@@ -2,7 +2,7 @@
 
 Rounding changes drafts only, never the tokens of an answer.
 
-Shapes: B rows · C context size · D hidden size · S slots of history · M drafted nodes · R draft vocabulary ·
+Shapes: B rows · C context size · D hidden size · S cache slots · M drafted nodes · R draft vocabulary ·
 V target vocabulary · X lengths of a match, 0 first.
 """
 

@@ -94,9 +94,9 @@ class Case:
         )
         self.noise = None
         if any(p.temperature > 0 for p in self.params):
-            position_BL = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
-            noise_BLV = gumbel_noise(self.rows.seed_B, position_BL, torch.arange(self.vocab_size))
-            self.noise = Noise(self.rows.seed_B, self.rows.length_B, noise_BLV)
+            position_BZ = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
+            noise_BZV = gumbel_noise(self.rows.seed_B, position_BZ, torch.arange(self.vocab_size))
+            self.noise = Noise(self.rows.seed_B, self.rows.length_B, noise_BZV)
 
     def proposer(self, num_nodes=1024, **more):
         """The search, with all nodes unless fewer are asked for."""
@@ -129,7 +129,7 @@ class Case:
             share_V[copied] += share
             rank_V = [math.log(each) if each else -math.inf for each in share_V]
             if self.is_coupled and p.temperature > 0:
-                noise_V = self.noise.table_BLV[row, len(path)].tolist()
+                noise_V = self.noise.table_BZV[row, len(path)].tolist()
                 rank_V = [rank + self.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
             return [math.log(each) if each else -math.inf for each in softmax([rank / self.tau for rank in rank_V])]
 
@@ -256,7 +256,7 @@ def test_ancestors_and_walk_equal_the_reference(form):
             picks.append(pick)
         pick_BN = torch.tensor(picks)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth + extra)
-        emitted_BL = accepted.emitted(candidates)
+        emitted_BZ = accepted.emitted(candidates)
         last_B = vmap(partial(reference.accept_tree, max_depth=max_depth))(
             candidates.token_BN, candidates.parent_BN, candidates.depth_BN, pick_BN
         )
@@ -266,8 +266,8 @@ def test_ancestors_and_walk_equal_the_reference(form):
             path = reference.path_to(nodes, last_B[row].item())
             emitted = reference.walk(nodes, picks_after(tree, nodes, picks[row]), [nodes[0].token])
             assert accepted.num_accepted_B[row].item() == len(path) - 1 == len(emitted) - 1
-            assert accepted.path_BL[row].tolist() == path + [path[-1]] * (max_depth + extra + 1 - len(path))
-            assert emitted_BL[row, : len(path)].tolist() == emitted and accepted.bonus_B[row].item() == emitted[-1]
+            assert accepted.path_BZ[row].tolist() == path + [path[-1]] * (max_depth + extra + 1 - len(path))
+            assert emitted_BZ[row, : len(path)].tolist() == emitted and accepted.bonus_B[row].item() == emitted[-1]
             lengths.append(len(path))
     assert max(lengths) >= 5 and min(lengths) == 1
 

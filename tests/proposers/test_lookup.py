@@ -32,8 +32,8 @@ def proposer_of(num_matches: int, length: int, num_nodes: int = 1024) -> LookupP
 
 def test_worked_examples() -> None:
     history_BS = torch.tensor([[1, 2, 3, 1, 2, 4, 1, 2, 1, 2]])
-    match_BM, size_BM = find_matches(history_BS, torch.tensor([7]), 4, 3)
-    assert match_BM[0, :2].tolist() == [4, 1] and size_BM.tolist() == [[2, 2, 0]]
+    match_BW, size_BW = find_matches(history_BS, torch.tensor([7]), 4, 3)
+    assert match_BW[0, :2].tolist() == [4, 1] and size_BW.tolist() == [[2, 2, 0]]
 
     history_BS = torch.tensor([[1, 2, 3, 1, 2, 3, 9, 9]])
     assert follow_matches(history_BS, torch.tensor([5]), torch.tensor([[2]]), 6).tolist() == [[[1, 2, 3, 1, 2, 3]]]
@@ -43,14 +43,14 @@ def test_worked_examples() -> None:
 @given(texts=TEXTS, max_ngram=st.integers(1, 5), length=st.integers(1, 5))
 def test_matches_and_continuations_equal_the_loop(texts: list[list[int]], max_ngram: int, length: int) -> None:
     rows = rows_of(texts, num_slots=26)
-    match_BM, size_BM = find_matches(rows.history_BS, rows.length_B, max_ngram, 26)
-    follow_BML = follow_matches(rows.history_BS, rows.length_B, match_BM, length)
+    match_BW, size_BW = find_matches(rows.history_BS, rows.length_B, max_ngram, 26)
+    follow_BWL = follow_matches(rows.history_BS, rows.length_B, match_BW, length)
     for row, text in enumerate(texts):
         expected = find_matches_loop(text, max_ngram)
-        found = [(int(n), int(i)) for n, i in zip(size_BM[row], match_BM[row], strict=True) if n > 0]
+        found = [(int(n), int(i)) for n, i in zip(size_BW[row], match_BW[row], strict=True) if n > 0]
         assert found == expected
         for index, (_, end) in enumerate(expected):
-            assert follow_BML[row, index].tolist() == follow_loop(text, end, length)
+            assert follow_BWL[row, index].tolist() == follow_loop(text, end, length)
 
 
 @settings(max_examples=100, deadline=None)
