@@ -120,6 +120,8 @@ class RecurrentDrafter(nn.Module):
         """The head starts small (nearly uniform logits), every other layer as torch starts a linear layer, so that the
         first gradients meet useful random features of [h; s] instead of zeros.
         """
+        if self.head.weight.is_meta:
+            return  # torch would import its compiler to draw numbers for shapes: a second of each start
         nn.init.normal_(self.head.weight, std=0.1 / math.sqrt(self.head.in_features))
         if self.fuse_context is not None:
             # Starts as the final hidden state alone, which is the last of the layers.
