@@ -1,27 +1,61 @@
 #!/usr/bin/env bash
-# The shipped drafter, from prompts to drafter/assets/smollm2-135m: the target's answers, training, export, acceptance.
-#   scripts/train_shipped.sh PROMPTS.jsonl EVALUATION.jsonl [options of `drafter train`]
-# Each stage goes on where it stopped: run the command again after an interruption. EVALUATION holds prompts that are
-# never trained on (MT-bench). WORK: folder for answers, states and checkpoints (default: runs/shipped).
-# START: drafter to start from (default: new weights). OUT: where the drafter goes.
+# The shipped drafter from nothing but this package: the target invents prompts and answers them, the drafter learns.
+#   scripts/train_shipped.sh [ROUNDS]
+# A round invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. After
+# round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
+# tokens per step are measured: acceptance.jsonl is the curve. The last copy goes to OUT, with a card.
+# Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
+# WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 3 GB. OUT: folder of the drafter.
+# EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
+# conversations for each round, 1.jsonl.gz ..., to learn beside the answers (default: none).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 use_venv
 
-prompts=${1:?prompts to train on}
-evaluation=${2:?prompts to evaluate on}
-shift 2
-work=${WORK:-runs/shipped}
-out=${OUT:-drafter/assets/smollm2-135m}
+rounds=${1:-8}
+work=${WORK:-runs/shipped} out=${OUT:-drafter/assets/smollm2-135m}
+evaluation=${EVALUATION:-evaluation} exclude=${EVALUATION:-drafter/assets/evaluation-prompts.jsonl}
 mkdir -p "$work"
-for temperature in 0 1; do
-    drafter distill --target smollm2-135m --dtype bfloat16 --prompts "$prompts" --max-new-tokens 320 \
-        --temperature $temperature --out "$work/answers-$temperature.jsonl"
+
+# Run a command unless it is finished; the log gets the name, the core-hours and the command's last line.
+stage() {
+    local name=$1 TIMEFORMAT='%U %S'
+    shift
+    if [ -e "$work/$name.done" ]; then return; fi
+    echo "== $name"
+    { time "$@" > >(tee "$work/$name.out") 2> "$work/$name.err"; } 2> "$work/$name.time"
+    echo "$name: $(awk '{ printf "%.3f", ($1 + $2) / 3600 }' "$work/$name.time") core-hours; $(tail -n 1 "$work/$name.out")" |
+        tee -a "$work/log"
+    mv "$work/$name.time" "$work/$name.done"
+}
+
+# Learn the answers of a round from the weights of a drafter (none: new weights), and export the result.
+#   learn NAME ROUND DRAFTER OPTIONS..
+learn() {
+    local name=$1 round=$2 start=$3
+    shift 3
+    drafter train --config smollm2-135m --data.train "[$work/answers-$round.jsonl${TEXT:+,$TEXT/$round.jsonl.gz}]" \
+        --data.train_on everything --data.cache_hidden_states "$work/states-$round" --trainer.callbacks null \
+        --trainer.default_root_dir "$work/$name" ${start:+--model.init_from "$start"} --ckpt_path last "$@"
+    drafter export "$work/$name/checkpoints/last.ckpt" --out "$work/$name/drafter"
+    python -c 'import json, sys; print(json.load(open(sys.argv[1]))["settings"]["trained_positions"], "positions")' \
+        "$work/$name/drafter/run.json"
+}
+
+start=
+for round in $(seq "$rounds"); do
+    stage "answers-$round" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
+        --exclude "$exclude" --num-answers 2 --temperature 0,0.7 --max-new-tokens 320 --max-num-seqs 64 --seed "$round" \
+        --out "$work/answers-$round.jsonl"
+    stage "round-$round" learn "round-$round" "$round" "$start" --trainer.max_epochs "${EPOCHS:-3}" \
+        --model.optim.decay_share 0 --model.optim.warmup_steps $((round == 1 ? 100 : 15))
+    start="$work/round-$round/drafter"
+    if ((round == rounds || (round & (round - 1)) == 0)); then
+        stage "fall-$round" learn "fall-$round" "$round" "$start" --trainer.max_epochs 2 --model.optim.decay_share 1 \
+            --model.optim.warmup_steps 0
+        stage "measure-$round" python scripts/acceptance.py "$work/fall-$round/drafter" --prompts "$evaluation" \
+            --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" --copying off on --results "$work/acceptance.jsonl"
+    fi
+    rm -rf "$work/states-$round"
 done
-drafter train --config smollm2-135m --data.train "[$work/answers-0.jsonl,$work/answers-1.jsonl]" \
-    --data.cache_hidden_states "$work/states" --trainer.default_root_dir "$work" --ckpt_path last \
-    ${START:+--model.init_from "$START"} "$@"
-drafter export "$work/checkpoints/last.ckpt" --out "$out"
-python scripts/acceptance.py "$out" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" \
-    --copying off on --results "$work/acceptance.jsonl"
