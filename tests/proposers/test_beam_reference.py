@@ -136,9 +136,8 @@ class Case:
             path = [*path, int(token)]
             return path, torch.tensor(scores(path[1:]), dtype=torch.float64)
 
-        root = reference.Node(self.rows.root_B[row].item(), 0, 0, 0.0)
-        start = reference.Beam(0, [], root)
-        return reference.search_tree(expand, lambda _, score_V: score_V, self.width, self.length, None, [root], [start])
+        root = self.rows.root_B[row].item()
+        return reference.draft_tree(expand, lambda _, score_V: score_V, self.width, self.length, None, [], root)
 
 
 def is_on_edge(scores, num_kept):

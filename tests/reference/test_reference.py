@@ -68,7 +68,7 @@ def test_draft_tree_by_hand():
     def expand(llm_state, rnn_state, token):
         return rnn_state, table[token]
 
-    nodes = reference.draft_tree(expand, rank_by_log_prob, 2, 2, 1, torch.zeros(1), 0)
+    nodes = reference.draft_tree(expand, rank_by_log_prob, 2, 2, torch.zeros(1), torch.zeros(1), 0)
     assert [(n.token, n.parent, n.depth) for n in nodes] == [(0, 0, 0), (1, 0, 1), (2, 0, 1), (0, 1, 2), (2, 2, 2)]
     assert [round(2.718281828**n.score, 4) for n in nodes] == [1.0, 0.6, 0.3, 0.48, 0.15]
     assert [n.token for n in reference.keep_best_nodes(nodes, 3)] == [0, 1, 0]
@@ -86,7 +86,7 @@ def test_any_drafter_gives_the_autoregressive_tokens(keep):
         return (text[-1] * 7 + len(text) ** 2 + sum(text)) % 4
 
     def propose(text):
-        nodes = reference.draft_tree(expand, rank_by_log_prob, 3, 3, 6, torch.randn(5), text[-1])
+        nodes = reference.draft_tree(expand, rank_by_log_prob, 3, 3, torch.randn(5), torch.zeros(6), text[-1])
         return keep(nodes, 3)
 
     prompt = [1, 2, 3]
