@@ -30,7 +30,7 @@ from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
-from drafter.targets.slots import Slots, TargetOutput
+from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
@@ -209,7 +209,7 @@ class Runner:
         emitted_BZ = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BZ, wanted)
         words_X = _packed(results.values())
-        self._commit(*accepted, emitted_BZ, context_BNC, rows.is_active_B)
+        self._commit(rows, accepted, emitted_BZ, context_BNC)
         return words_X, results
 
     def _propose(self, proposer: Proposer, rows: RowState, noise: Noise | None, *, is_trial: bool) -> Candidates:
@@ -332,61 +332,45 @@ class Runner:
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
-        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
+
+        Keys and values of all nodes go to the next free slots.
+        """
+        token_BN, depth_BN = candidates.token_BN, candidates.depth_BN
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
-        logits_BNV, context_BNC = self._forward_tree(
-            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, rows.num_visible
-        )
-        pick_BN = pick_nodes(logits_BNV, candidates.depth_BN, noise, rows.warp)
-        return accept_picks(candidates, pick_BN, ancestor_BNN, max_depth), logits_BNV, context_BNC
-
-    def _forward_tree(
-        self,
-        token_BN: Tensor,
-        depth_BN: Tensor,
-        ancestor_BNN: Tensor,
-        length_B: Tensor,
-        active_B: Tensor,
-        num_visible: int,
-    ) -> TargetOutput:
-        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots."""
-        slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
+        length_B1 = rows.length_B[:, None]
+        slot_BN = length_B1 + torch.arange(token_BN.shape[1], device=token_BN.device)
         # Inactive rows, the rows of finished requests included, write to the spare slot and keep their own slots.
-        slot_BN = torch.where(active_B[:, None], slot_BN, self.cache.spare_slot)
+        slot_BN = torch.where(rows.is_active_B[:, None], slot_BN, self.cache.spare_slot)
         # Nodes past the end of the context only fill the shape; no token past the end is kept.
-        position_BN = (length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1)
-        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=num_visible)
+        position_BN = (length_B1 + depth_BN).clamp_max(self.target.max_length - 1)
+        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
         output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
-        return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
+        logits_BNV = self.target.logits(output.hidden_BTD)
+        pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
+        return accept_picks(candidates, pick_BN, ancestor_BNN, max_depth), logits_BNV, output.context_BTC
 
-    def _commit(
-        self,
-        path_BZ: Tensor,
-        num_accepted_B: Tensor,
-        bonus_B: Tensor,
-        emitted_BZ: Tensor,
-        context_BNC: Tensor,
-        active_B: Tensor,
-    ) -> None:
+    def _commit(self, rows: RowState, accepted: AcceptedPath, emitted_BZ: Tensor, context_BNC: Tensor) -> None:
         """Move the accepted slots together and make the bonus token the root. Inactive rows do not change."""
         num_rows, num_emitted = emitted_BZ.shape
-        length_B = self._length_B[:num_rows]
+        path_BZ, active_B1 = accepted.path_BZ, rows.is_active_B[:, None]
+        length_B1 = rows.length_B[:, None]
         if num_emitted > 1:
             step_L = torch.arange(1, num_emitted, device=emitted_BZ.device)
             # Depth d of the path goes to slot length + d. Later depths repeat the last accepted node; the next tree
             # overwrites these slots. Inactive rows move nothing.
-            from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BZ[:, 1:], 0)
-            to_BL = torch.where(active_B[:, None], length_B[:, None] + step_L, 0)
+            from_BL = torch.where(active_B1, length_B1 + path_BZ[:, 1:], 0)
+            to_BL = torch.where(active_B1, length_B1 + step_L, 0)
             self.cache.move_slots(from_BL, to_BL)
         last_B11 = path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
         context_BC = context_BNC.gather(1, last_B11)[:, 0]
         # Tokens past the committed length have no meaning, so the scatter may write inactive rows there as well.
-        place_BZ = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BZ.device)
-        kept_BZ = torch.where(active_B[:, None], emitted_BZ, self._history_BS[:num_rows].gather(1, place_BZ))
+        place_BZ = length_B1 + torch.arange(1, num_emitted + 1, device=emitted_BZ.device)
+        kept_BZ = torch.where(active_B1, emitted_BZ, self._history_BS[:num_rows].gather(1, place_BZ))
         self._history_BS[:num_rows].scatter_(1, place_BZ, kept_BZ)
-        context_BC = torch.where(active_B[:, None], context_BC, self._context_BC[:num_rows])
-        root_B = torch.where(active_B, bonus_B, self._root_B[:num_rows])
-        length_B = length_B + (num_accepted_B + 1) * active_B
+        context_BC = torch.where(active_B1, context_BC, self._context_BC[:num_rows])
+        root_B = torch.where(rows.is_active_B, accepted.bonus_B, self._root_B[:num_rows])
+        length_B = rows.length_B + (accepted.num_accepted_B + 1) * rows.is_active_B
         # All allocations are done: a step that runs out of memory before this line has changed no row.
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B
