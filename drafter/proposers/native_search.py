@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.decoding.proposer import RowState
 from drafter.decoding.tree import NodeList
 from drafter.kernels import native
 from drafter.models.drafter import RecurrentDrafter
@@ -74,10 +75,12 @@ class NativeSearch:
             cell_matrix, head, rows, *blocks, *downs, blocks_X, downs_X, log_odds_X, embedding_VD, own_X, own, index_V
         )  # fmt: skip
 
-    def __call__(self, root_B: Tensor, context_BC: Tensor, history_BS: Tensor, position_B: Tensor) -> NodeList:
-        num_rows = len(root_B)
-        hidden_BD = self._drafter.fuse(context_BC).float().contiguous()
-        root_B, position_B, history_BS = root_B.contiguous(), position_B.contiguous(), history_BS.contiguous()
+    def __call__(self, rows: RowState) -> NodeList:
+        """See :meth:`drafter.decoding.proposer.Proposer.draft`."""
+        num_rows = len(rows.root_B)
+        hidden_BD = self._drafter.fuse(rows.context_BC).float().contiguous()
+        root_B, position_B = rows.root_B.contiguous(), rows.length_B.contiguous()
+        history_BS = rows.history_BS[:, : rows.num_visible].contiguous()
         num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best
         token_BM = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
         parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, num_nodes)
