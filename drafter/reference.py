@@ -6,27 +6,25 @@ There is no batch and no beam dimension in here. `torch.func.vmap` adds them fro
     beams = vmap(chain, in_dims=(None, 0))                         # [d], [w]       -> [w, l + 1]
     batch = vmap(beams, in_dims=(0, 0))                            # [b, d], [b, w] -> [b, w, l + 1]
 
-What another function would keep in a local variable is a parameter of the next function, so every line is a definition.
 docs/architecture.md leads from these functions to the batched engine.
 
 Shapes: [] one number · d target's hidden size · h size of the drafter's state · l draft length · w beams · b rows ·
 v vocabulary · n tree nodes.
-Sources: Recurrent Drafter, arXiv 2403.09919 (drafter, beam search); Leviathan et al., arXiv 2211.17192 (accept_chain,
-max_fn). The walk along picks whose noise is known is this project's own (docs/sampling.md).
+Sources: Recurrent Drafter, arXiv 2403.09919 (drafter, beam search). The walk along picks whose noise is known is this
+project's own (docs/sampling.md).
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # llm_state, rnn_state, token -> next of the last two
-Expand = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # the same, but logits instead of a token
+Expand = Callable[[Any, Any, Tensor], tuple[Any, Tensor]]  # the same, but logits instead of a token
 Pick = Callable[[list[int]], int]  # text -> the target's next token
-Probs = Callable[[list[int]], Tensor]  # text -> distribution of the next token, [v]
 
 # ------------------------------------------------------------------------------------------------------ the drafter
 
@@ -41,32 +39,16 @@ class Weights(NamedTuple):
     head: Tensor
 
 
-def next_state(weights: Weights, rnn_state: Tensor, token: Tensor) -> Tensor:
-    """[h], [] -> [h]: s' = SiLU(W e(token) + U s + b)."""
-    return F.silu(weights.w @ F.embedding(token, weights.embedding) + weights.u @ rnn_state + weights.b)
-
-
-def with_logits(weights: Weights, llm_state: Tensor, rnn_state: Tensor) -> tuple[Tensor, Tensor]:
-    """[d], [h] -> [h], [v]: a state, and the logits that follow from it and from the target's hidden state."""
-    return rnn_state, weights.head @ torch.cat([llm_state, rnn_state])
-
-
-def with_token(rnn_state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[h], [v] -> [h], []: a state, and the likeliest token."""
-    return rnn_state, logits.argmax()
-
-
 def rnn_logits(weights: Weights, llm_state: Tensor, rnn_state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """[d], [h], [] -> [h], [v]: feed one token; the next state, and logits of the token after it."""
-    return with_logits(weights, llm_state, next_state(weights, rnn_state, token))
+    """[d], [h], [] -> [h], [v]: s' = SiLU(W e(token) + U s + b), and the logits of the next token, head([llm; s'])."""
+    before = weights.w @ F.embedding(token, weights.embedding) + weights.u @ rnn_state + weights.b
+    return F.silu(before), weights.head @ torch.cat([llm_state, F.silu(before)])
 
 
 def rnn_step(weights: Weights, llm_state: Tensor, rnn_state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """[d], [h], [] -> [h], []: feed one token; the next state and the next token."""
-    return with_token(*rnn_logits(weights, llm_state, rnn_state, token))
-
-
-# ------------------------------------------------------------------------------------------------------- one chain
+    """[d], [h], [] -> [h], []: feed one token; the next state and the likeliest next token."""
+    state, logits = rnn_logits(weights, llm_state, rnn_state, token)
+    return state, logits.argmax()
 
 
 def unroll(step: Step, length: int, llm_state: Tensor, rnn_state: Tensor, token: Tensor) -> list[Tensor]:
@@ -81,43 +63,6 @@ def sample_sequence(step: Step, length: int, state_size: int, llm_state: Tensor,
     return torch.stack(unroll(step, length, llm_state, llm_state.new_zeros(state_size), token))
 
 
-def normalise(weight: Tensor) -> Tensor:
-    """[v] -> [v]: weights that sum to 1."""
-    return weight / weight.sum()
-
-
-def max_fn(difference: Tensor) -> Tensor:
-    """[v] -> [v]: norm(max(0, p - q)), what is drawn from after a rejection."""
-    return normalise(difference.clamp(min=0))
-
-
-def num_leading(is_kept: Tensor) -> Tensor:
-    """[l] -> []: how many come before the first that is not kept."""
-    return is_kept.long().cumprod(0).sum()
-
-
-def prob_of(prob: Tensor, token: Tensor) -> Tensor:
-    """[l, v], [l] -> [l]: each row's probability of its token."""
-    return prob.gather(1, token[:, None])[:, 0]
-
-
-def accept_chain(p: Tensor, q: Tensor, draft: Tensor, coin: Tensor) -> Tensor:
-    """[l + 1, v], [l, v], [l], [l] -> []: how many of the drafted tokens stay; each with probability min(1, p / q).
-
-    Exact only when the draft is a sample of q. Row i of p and q is the distribution of draft token i; the last row
-    of p is that of the token behind the draft.
-    """
-    return num_leading(coin * prob_of(q, draft) < prob_of(p[:-1], draft))
-
-
-def bonus_distribution(p: Tensor, q: Tensor, num_accepted: Tensor) -> Tensor:
-    """[l + 1, v], [l, v], [] -> [v]: distribution of the token after the accepted ones.
-
-    Behind a chain that was accepted whole there is nothing to subtract: q is 0 there and the residual is p.
-    """
-    return max_fn((p - F.pad(q, (0, 0, 0, 1))).index_select(0, num_accepted[None])[0])
-
-
 # -------------------------------------------------------------------------------------------------------- one tree
 
 
@@ -130,71 +75,32 @@ class Node(NamedTuple):
     score: float
 
 
-class Beam(NamedTuple):
-    """A node at the end of a beam: its number, the state before its token is fed, and the node."""
-
-    number: int
-    rnn_state: Tensor
-    node: Node
-
-
-def children(rank: Callable[[int, Tensor], Tensor], beam: Beam, rnn_state: Tensor, logits: Tensor) -> list[Beam]:
-    """All continuations of one beam, [h], [v] -> v beams without a number yet; rank(depth, logits) gives log scores."""
-    return [
-        Beam(-1, rnn_state, Node(token, beam.number, beam.node.depth + 1, beam.node.score + score))
-        for token, score in enumerate(rank(beam.node.depth, logits).tolist())
-        if score > -math.inf
-    ]
-
-
-def number(beams: list[Beam], first: int) -> list[Beam]:
-    """The beams with numbers first, first + 1, ..."""
-    return [beam._replace(number=first + i) for i, beam in enumerate(beams)]
-
-
-def best(beams: list[Beam], width: int) -> list[Beam]:
-    """The `width` beams of highest score."""
-    return sorted(beams, key=lambda beam: -beam.node.score)[:width]
-
-
-def search_tree(
-    expand: Expand,
-    rank: Callable[[int, Tensor], Tensor],
-    width: int,
-    length: int,
-    llm_state: Tensor,
-    nodes: list[Node],
-    beams: list[Beam],
-) -> list[Node]:
-    """Beam search that keeps what it saw: 1 + l * w nodes, step after step.
-
-    Each step picks the best of all (beam, token) pairs. A pair names its parent, so every pick is a new node of a tree.
-    """
-    if length == 0:
-        return nodes
-    candidates = [
-        child
-        for beam in beams
-        for child in children(rank, beam, *expand(llm_state, beam.rnn_state, torch.tensor(beam.node.token)))
-    ]
-    survivors = number(best(candidates, width), len(nodes))
-    return search_tree(
-        expand, rank, width, length - 1, llm_state, [*nodes, *(beam.node for beam in survivors)], survivors
-    )
-
-
 def draft_tree(
     expand: Expand,
     rank: Callable[[int, Tensor], Tensor],
     width: int,
     length: int,
-    state_size: int,
-    llm_state: Tensor,
+    llm_state: Any,
+    rnn_state: Any,
     token: int,
 ) -> list[Node]:
-    """[d], [] -> 1 + l * w nodes: the tree of everything that a beam search of `length` steps kept."""
-    root = Node(token, 0, 0, 0.0)
-    return search_tree(expand, rank, width, length, llm_state, [root], [Beam(0, llm_state.new_zeros(state_size), root)])
+    """[d], [h], [] -> 1 + l * w nodes: everything that a beam search of `length` steps kept.
+
+    Each step picks the best of all (beam, token) pairs by the sum of the log scores, rank(depth, logits). A pair names
+    its parent, so every pick is a new node of a tree.
+    """
+    nodes, beams = [Node(token, 0, 0, 0.0)], {0: rnn_state}  # beams: last node -> state before the node's token is fed
+    for depth in range(length):
+        pairs = []
+        for parent, before in beams.items():
+            state, logits = expand(llm_state, before, torch.tensor(nodes[parent].token))
+            for child, score in enumerate(rank(depth, logits).tolist()):
+                if score > -math.inf:
+                    pairs.append((Node(child, parent, depth + 1, nodes[parent].score + score), state))
+        best = sorted(pairs, key=lambda pair: -pair[0].score)[:width]
+        beams = {len(nodes) + place: state for place, (_, state) in enumerate(best)}
+        nodes += [node for node, _ in best]
+    return nodes
 
 
 def renumber(nodes: list[Node], kept: list[int]) -> list[Node]:
@@ -234,28 +140,22 @@ def walk(nodes: list[Node], pick: Pick, text: list[int], i: int = 0) -> list[int
 
 def ancestors(parent: Tensor, max_depth: int) -> Tensor:
     """[n] -> [n, n]: True at (i, j) where j is i or an ancestor of i; the root is its own parent."""
-    return climb(parent, torch.arange(parent.shape[0]), max_depth)
-
-
-def climb(parent: Tensor, climber: Tensor, max_depth: int) -> Tensor:
-    """[n], [n] -> [n, n]: where each climber is, and where it comes by in `max_depth` steps up."""
-    here = climber[:, None] == torch.arange(parent.shape[0])
-    return here if max_depth == 0 else here | climb(parent, parent.gather(0, climber), max_depth - 1)
-
-
-def agrees(token: Tensor, parent: Tensor, pick: Tensor) -> Tensor:
-    """[n], [n], [n] -> [n]: does a node hold what the target picked at its parent? The root counts."""
-    return (token == pick.gather(0, parent)) | (torch.arange(token.shape[0]) == 0)
-
-
-def last_on_walk(is_ancestor: Tensor, is_agreed: Tensor, depth: Tensor) -> Tensor:
-    """[n, n], [n], [n] -> []: number of the deepest node that agrees, and whose ancestors all agree."""
-    return torch.where((is_agreed | ~is_ancestor).all(1), depth, -1).argmax()
+    node = climber = torch.arange(parent.shape[0])
+    is_met = climber[:, None] == node
+    for _ in range(max_depth):
+        climber = parent.gather(0, climber)
+        is_met = is_met | (climber[:, None] == node)
+    return is_met
 
 
 def accept_tree(token: Tensor, parent: Tensor, depth: Tensor, pick: Tensor, max_depth: int) -> Tensor:
-    """[n], [n], [n], [n] -> []: number of the last accepted node. The walk without a loop, so that vmap batches it."""
-    return last_on_walk(ancestors(parent, max_depth), agrees(token, parent, pick), depth)
+    """[n], [n], [n], [n] -> []: number of the last accepted node. The walk without a branch, so that vmap batches it.
+
+    A node agrees if it holds what the target picked at its parent. The last accepted node is the deepest one that
+    agrees, and whose ancestors all agree.
+    """
+    agrees = (token == pick.gather(0, parent)) | (torch.arange(token.shape[0]) == 0)
+    return torch.where((agrees | ~ancestors(parent, max_depth)).all(1), depth, -1).argmax()
 
 
 # ---------------------------------------------------------------------------------------------------- whole answers
@@ -263,73 +163,16 @@ def accept_tree(token: Tensor, parent: Tensor, depth: Tensor, pick: Tensor, max_
 
 def autoregressive(pick: Pick, text: list[int], num_tokens: int) -> list[int]:
     """The answer of plain decoding: the target's picks, one after the other."""
-    if num_tokens <= 0:
-        return []
-    return continue_with([pick(text)], text, num_tokens, lambda text, left: autoregressive(pick, text, left))
+    answer: list[int] = []
+    while len(answer) < num_tokens:
+        answer.append(pick([*text, *answer]))
+    return answer
 
 
 def speculative(pick: Pick, propose: Callable[[list[int]], list[Node]], text: list[int], num_tokens: int) -> list[int]:
     """The answer of `autoregressive` for any proposals: every token of `walk` is pick(the text before the token)."""
-    if num_tokens <= 0:
-        return []
-    return continue_with(
-        walk(propose(text), pick, text), text, num_tokens, lambda text, left: speculative(pick, propose, text, left)
-    )
-
-
-def continue_with(
-    tokens: list[int], text: list[int], num_tokens: int, rest: Callable[[list[int], int], list[int]]
-) -> list[int]:
-    """`tokens`, then the rest of the answer, `num_tokens` in all."""
-    return [*tokens, *rest([*text, *tokens], num_tokens - len(tokens))][:num_tokens]
-
-
-class Draws(NamedTuple):
-    """Independent random numbers by position: Gumbel noise [v] of drafts and of residuals, uniform coins []."""
-
-    draft: Callable[[int], Tensor]
-    residual: Callable[[int], Tensor]
-    coin: Callable[[int], Tensor]
-
-
-def draw(prob: Tensor, noise: Tensor) -> int:
-    """[v], [v] -> a sample of prob, by Gumbel-max."""
-    return int((prob.log() + noise).argmax())
-
-
-def draft_chain(q: Probs, draws: Draws, text: list[int], gamma: int) -> list[int]:
-    """gamma tokens sampled from the draft model."""
-    if gamma == 0:
-        return []
-    return continue_with(
-        [draw(q(text), draws.draft(len(text)))], text, gamma, lambda text, left: draft_chain(q, draws, text, left)
-    )
-
-
-def settle_chain(p: Tensor, q: Tensor, draft: list[int], noise: Tensor, num_accepted: Tensor) -> list[int]:
-    """[l + 1, v], [l, v], l tokens, [l + 1, v], [] -> the accepted tokens and one more."""
-    return [
-        *draft[: int(num_accepted)],
-        draw(bonus_distribution(p, q, num_accepted), noise[int(num_accepted)]),
-    ]
-
-
-def chain_round(p: Probs, q: Probs, draws: Draws, text: list[int], draft: list[int]) -> list[int]:
-    """Tokens that one round of two-model speculative decoding emits for a drafted chain."""
-    prefixes = [[*text, *draft[:i]] for i in range(len(draft) + 1)]
-    p_rows, q_rows = torch.stack([p(t) for t in prefixes]), torch.stack([q(t) for t in prefixes[:-1]])
-    coins = torch.stack([draws.coin(len(t)) for t in prefixes[:-1]])
-    noise = torch.stack([draws.residual(len(t)) for t in prefixes])
-    return settle_chain(p_rows, q_rows, draft, noise, accept_chain(p_rows, q_rows, torch.tensor(draft), coins))
-
-
-def two_model(p: Probs, q: Probs, draws: Draws, gamma: int, text: list[int], num_tokens: int) -> list[int]:
-    """Two-model speculative decoding: the distribution of the target p, with most tokens proposed by q."""
-    if num_tokens <= 0:
-        return []
-    return continue_with(
-        chain_round(p, q, draws, text, draft_chain(q, draws, text, gamma)),
-        text,
-        num_tokens,
-        lambda text, left: two_model(p, q, draws, gamma, text, left),
-    )
+    answer: list[int] = []
+    while len(answer) < num_tokens:
+        before = [*text, *answer]
+        answer += walk(propose(before), pick, before)
+    return answer[:num_tokens]

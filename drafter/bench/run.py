@@ -23,7 +23,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
 from drafter.engine.settings import Plan
-from drafter.engine.tuned import device_name, dtype_name, fingerprint_of_weights
+from drafter.engine.tuned import device_name, fingerprint_of_weights
 from drafter.targets.target import Target
 from drafter.utils.provenance import run_record
 
@@ -51,7 +51,7 @@ def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[W
     hf_target = models.target
     if not hf_target.traits.is_trainable and any(spec.name == "hf-generate" for spec in options.specs):
         # transformers runs the model as transformers loads it, of a GGUF file on its unpacked weights.
-        dtype: Any = dtype_name(hf_target.dtype)
+        dtype: Any = str(hf_target.dtype).removeprefix("torch.")
         hf_target = replace(options, dtype=dtype, runtime="torch").load(is_trainable=True)
     gc.collect()
     gc.freeze()  # no run pays for scanning the objects that are there now

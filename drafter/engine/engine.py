@@ -22,9 +22,8 @@ from drafter.engine.request import (
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.tuned import PLAIN, Tree, TreeSizer, read_tuned
+from drafter.engine.tuned import Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.options import Drafting
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
@@ -295,9 +294,7 @@ class Engine:
         if self._runner is not None:
             self._runner.warm_up([proposer, *by_tree.values()])
         self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
-        self._num_vain_steps = 0
-        if self._sizer is not None:
-            self._sizer.forget()
+        self.forget()
 
     def drop(self, keep: int = 0) -> list[Request]:
         """After a step that raised: abort running requests, the latest first, until ``keep`` are left.
@@ -355,20 +352,13 @@ class Engine:
         Raises:
             ValueError: a model does not fit, or the drafter's numbers over real texts are not finite.
         """
-        most, by_tree = self._untried_proposers(drafter)
+        drafting, models = self.plan.drafting, (self.target, drafter, self.draft_model)
+        by_tree: dict[Tree, Proposer] = {}
+        for tree in sorted(self._sizer.trees if self._sizer is not None else (), key=lambda tree: -tree.tree_size):
+            by_tree[tree] = self._plain if tree.is_plain else replace(drafting, **tree._asdict()).build(*models)
+        most = next(iter(by_tree.values())) if by_tree else drafting.build(*models)
         most.check(self.target)
         return most, by_tree
-
-    def _untried_proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
-        def build(drafting: Drafting) -> Proposer:
-            return drafting.build(self.target, drafter, self.draft_model)
-
-        drafting = self.plan.drafting
-        if self._sizer is None:
-            return build(drafting), {}
-        trees = sorted(self._sizer.trees, key=lambda tree: -tree.tree_size)
-        by_tree = {tree: self._plain if tree.is_plain else build(replace(drafting, **tree._asdict())) for tree in trees}
-        return by_tree[trees[0]], {**by_tree, PLAIN: self._plain}
 
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""

@@ -17,22 +17,20 @@ from tqdm import tqdm
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
 from drafter.decoding.sampling import (
-    STREAM_RESIDUAL,
     Noise,
     gumbel_noise,
     has_kernels,
     make_warp,
     pick_nodes,
-    warped_log_probs,
 )
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates, ancestors
-from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
+from drafter.decoding.verify import AcceptedPath, accept_picks
 from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
-from drafter.targets.slots import Slots, TargetOutput
+from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
@@ -64,7 +62,7 @@ class Runner:
 
     Args:
         target: the frozen model.
-        plan: its number of rows, acceptance rule, and whether steps become CUDA graphs.
+        plan: its number of rows, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
 
@@ -78,7 +76,6 @@ class Runner:
         self.num_slots = num_slots
         self.num_failed_drafts = 0
         self._context_layers = context_layers
-        self._is_rejection = plan.drafting.is_rejection
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
         # Root, length, seed and tokens of each row lie side by side, so that a request starts with one copy. One token
@@ -202,8 +199,7 @@ class Runner:
         Returns:
             The results as packed words, and the results.
         """
-        has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
-        noise = self._noise(rows, proposer.max_depth) if has_noise else None
+        noise = self._noise(rows, proposer.max_depth) if rows.warp.has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if wanted.has_plain_rows and proposer.max_depth > 0:
             is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
@@ -213,7 +209,7 @@ class Runner:
         emitted_BZ = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BZ, wanted)
         words_X = _packed(results.values())
-        self._commit(*accepted, emitted_BZ, context_BNC, rows.is_active_B)
+        self._commit(rows, accepted, emitted_BZ, context_BNC)
         return words_X, results
 
     def _propose(self, proposer: Proposer, rows: RowState, noise: Noise | None, *, is_trial: bool) -> Candidates:
@@ -224,11 +220,7 @@ class Runner:
             if is_trial or self._graphs.is_recording or is_out_of_memory(error):
                 raise
             self._count_failure(first_line(error))
-        candidates = RootOnly(proposer.num_nodes).propose(rows, noise)
-        if self._is_rejection:  # padding has no q, but the rule reads one
-            shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
-            candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
-        return candidates
+        return RootOnly(proposer.num_nodes).propose(rows, noise)
 
     def _count_failure(self, reason: str) -> None:
         if not self.num_failed_drafts:
@@ -329,81 +321,56 @@ class Runner:
         return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
 
     def _noise(self, rows: RowState, max_depth: int) -> Noise:
-        """Noise of the picks at depth 0 .. L."""
-        table_BZV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
+        """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
+        table_BZV = None
+        if not rows.warp.has_kernels:
+            position_BZ = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
+            table_BZV = gumbel_noise(rows.seed_B, position_BZ, self._token_V)
         # Columns of the rows' state, which each kernel would copy.
         return Noise(rows.seed_B.contiguous(), rows.length_B.contiguous(), table_BZV)
-
-    def _noise_table(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
-        """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
-        position_BZ = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
-        return gumbel_noise(rows.seed_B, position_BZ, self._token_V, **stream)
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
-        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
+
+        Keys and values of all nodes go to the next free slots.
+        """
+        token_BN, depth_BN = candidates.token_BN, candidates.depth_BN
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
-        logits_BNV, context_BNC = self._forward_tree(
-            candidates.token_BN, candidates.depth_BN, ancestor_BNN, rows.length_B, rows.is_active_B, rows.num_visible
-        )
-        if self._is_rejection:
-            log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
-            noise_BNV = self._noise_table(rows, candidates.token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
-            position_BN = rows.length_B[:, None] + candidates.depth_BN + 1
-            accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
-        else:
-            pick_BN = pick_nodes(logits_BNV, candidates.depth_BN, noise, rows.warp)
-            accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
-        return accepted, logits_BNV, context_BNC
-
-    def _forward_tree(
-        self,
-        token_BN: Tensor,
-        depth_BN: Tensor,
-        ancestor_BNN: Tensor,
-        length_B: Tensor,
-        active_B: Tensor,
-        num_visible: int,
-    ) -> TargetOutput:
-        """Logits [B, N, V] and contexts [B, N, C] of all nodes; keys and values go to the next free slots."""
-        slot_BN = length_B[:, None] + torch.arange(token_BN.shape[1], device=length_B.device)
+        length_B1 = rows.length_B[:, None]
+        slot_BN = length_B1 + torch.arange(token_BN.shape[1], device=token_BN.device)
         # Inactive rows, the rows of finished requests included, write to the spare slot and keep their own slots.
-        slot_BN = torch.where(active_B[:, None], slot_BN, self.cache.spare_slot)
+        slot_BN = torch.where(rows.is_active_B[:, None], slot_BN, self.cache.spare_slot)
         # Nodes past the end of the context only fill the shape; no token past the end is kept.
-        position_BN = (length_B[:, None] + depth_BN).clamp_max(self.target.max_length - 1)
-        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=num_visible)
+        position_BN = (length_B1 + depth_BN).clamp_max(self.target.max_length - 1)
+        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
         output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
-        return TargetOutput(self.target.logits(output.hidden_BTD), output.context_BTC)
+        logits_BNV = self.target.logits(output.hidden_BTD)
+        pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
+        return accept_picks(candidates, pick_BN, ancestor_BNN, max_depth), logits_BNV, output.context_BTC
 
-    def _commit(
-        self,
-        path_BZ: Tensor,
-        num_accepted_B: Tensor,
-        bonus_B: Tensor,
-        emitted_BZ: Tensor,
-        context_BNC: Tensor,
-        active_B: Tensor,
-    ) -> None:
+    def _commit(self, rows: RowState, accepted: AcceptedPath, emitted_BZ: Tensor, context_BNC: Tensor) -> None:
         """Move the accepted slots together and make the bonus token the root. Inactive rows do not change."""
         num_rows, num_emitted = emitted_BZ.shape
-        length_B = self._length_B[:num_rows]
+        path_BZ, active_B1 = accepted.path_BZ, rows.is_active_B[:, None]
+        length_B1 = rows.length_B[:, None]
         if num_emitted > 1:
             step_L = torch.arange(1, num_emitted, device=emitted_BZ.device)
             # Depth d of the path goes to slot length + d. Later depths repeat the last accepted node; the next tree
             # overwrites these slots. Inactive rows move nothing.
-            from_BL = torch.where(active_B[:, None], length_B[:, None] + path_BZ[:, 1:], 0)
-            to_BL = torch.where(active_B[:, None], length_B[:, None] + step_L, 0)
+            from_BL = torch.where(active_B1, length_B1 + path_BZ[:, 1:], 0)
+            to_BL = torch.where(active_B1, length_B1 + step_L, 0)
             self.cache.move_slots(from_BL, to_BL)
         last_B11 = path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
         context_BC = context_BNC.gather(1, last_B11)[:, 0]
         # Tokens past the committed length have no meaning, so the scatter may write inactive rows there as well.
-        place_BZ = length_B[:, None] + torch.arange(1, num_emitted + 1, device=emitted_BZ.device)
-        kept_BZ = torch.where(active_B[:, None], emitted_BZ, self._history_BS[:num_rows].gather(1, place_BZ))
+        place_BZ = length_B1 + torch.arange(1, num_emitted + 1, device=emitted_BZ.device)
+        kept_BZ = torch.where(active_B1, emitted_BZ, self._history_BS[:num_rows].gather(1, place_BZ))
         self._history_BS[:num_rows].scatter_(1, place_BZ, kept_BZ)
-        context_BC = torch.where(active_B[:, None], context_BC, self._context_BC[:num_rows])
-        root_B = torch.where(active_B, bonus_B, self._root_B[:num_rows])
-        length_B = length_B + (num_accepted_B + 1) * active_B
+        context_BC = torch.where(active_B1, context_BC, self._context_BC[:num_rows])
+        root_B = torch.where(rows.is_active_B, accepted.bonus_B, self._root_B[:num_rows])
+        length_B = rows.length_B + (accepted.num_accepted_B + 1) * rows.is_active_B
         # All allocations are done: a step that runs out of memory before this line has changed no row.
         self._context_BC[:num_rows] = context_BC
         self._root_B[:num_rows] = root_B

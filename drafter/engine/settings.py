@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_drafter, shipped_drafter
 from drafter.proposers.options import METHODS, Drafting, Method, drafting_class
-from drafter.utils.validate import Checked, require_choice, within
+from drafter.utils.validate import Checked, flag_of, require_choice, within
 
 if TYPE_CHECKING:
     from drafter.engine.tuned import TunedSizes
@@ -80,7 +80,7 @@ class EngineConfig(Checked):
         if None not in (self.beam_width, self.draft_length, self.tree_size):
             drafting_class("drafter").choose(self, {}, None)
         if self.tuned not in (None, NO_FILE):
-            given = [_flag(name) for name in _TREE_FIELDS if getattr(self, name) is not None]
+            given = [flag_of(name) for name in _TREE_FIELDS if getattr(self, name) is not None]
             given += ["--no-copying"] * (self.copying is False)
             if given:
                 raise ValueError(f"--tuned {self.tuned} sizes the trees: leave {given[0]} out, or --tuned none")
@@ -133,11 +133,7 @@ class Plan(Checked):
 
     Attributes:
         drafting: the way to draft, with all its numbers.
-        max_num_seqs: B, largest number of rows that decode at the same time.
-        max_model_len: largest number of tokens of a prompt and its answer together; None: the need of a call's prompts.
-        enable_prefix_caching: copy the keys and values of a common prefix from another row of the cache.
-        prefill_chunk: prompt tokens per forward.
-        compile: record the steps as CUDA graphs.
+        max_num_seqs, max_model_len, enable_prefix_caching, prefill_chunk, compile: as of :class:`EngineConfig`.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
         max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
         dtype: number format of the step.
@@ -304,7 +300,7 @@ def _refuse_unused(config: EngineConfig, method: Method) -> None:
         if value is None or name in METHODS[method].reads or value == NO_FILE:
             continue
         readers = " and ".join(f"--method {other}" for other, way in METHODS.items() if name in way.reads)
-        given = f"--no-{name}" if value is False else _flag(name) if value is True else f"{_flag(name)} {value}"
+        given = f"--no-{name}" if value is False else flag_of(name) if value is True else f"{flag_of(name)} {value}"
         raise ValueError(f"{given} is for {readers}, and --method {method} does not read it: leave one of them out")
 
 
@@ -316,8 +312,4 @@ def _origin(config: EngineConfig, method: Method, target: "Target") -> str:
         return "as given"
     device = "a CPU" if target.device.type == "cpu" else target.device.type.upper()
     default = f"default for {device}"
-    return f"{', '.join(map(_flag, given))} as given, otherwise {default}" if given else default
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return f"{', '.join(map(flag_of, given))} as given, otherwise {default}" if given else default

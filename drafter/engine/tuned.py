@@ -4,7 +4,7 @@ The choice changes the speed of decoding and no token.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from drafter.utils.provenance import cpu_name
 
 SCHEMA: Literal["drafter-tuned/1"] = "drafter-tuned/1"
 
-Size = Annotated[int, Field(ge=1, le=4096)]  # of a tree, in a file
+Size = Annotated[int, Field(ge=1, le=4096)]  # a number of a tree in a file
 
 _WINDOW = 128  # row-steps in the exponential average of acceptance
 _PRIOR = 16.0  # weight of the calibration in that average, in drafted tokens
@@ -61,7 +61,7 @@ class MeasuredTree:
 
     @property
     def tree(self) -> Tree:
-        """Size of the tree."""
+        """The size alone."""
         return Tree(self.beam_width, self.draft_length, self.tree_size)
 
     def rate(self, ratio: float = 1.0) -> float:
@@ -83,17 +83,12 @@ class RowPlan:
 
     @property
     def plain(self) -> MeasuredTree:
-        """Plain decoding."""
+        """The measurement of plain decoding."""
         return next(choice for choice in self.choices if choice.tree.is_plain)
 
     def best(self, ratio: float = 1.0) -> MeasuredTree:
         """The fastest choice at an acceptance of ``ratio``; of equal choices the smaller tree."""
         return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree_size))
-
-
-def trees_of(plans: Iterable[RowPlan]) -> list[Tree]:
-    """All trees of the plans, without repeats; plain decoding is one of them."""
-    return sorted({PLAIN, *(choice.tree for plan in plans for choice in plan.choices)}, key=lambda tree: tree[::-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +162,12 @@ class TreeSizer:
         plans: the measured plans, in the order of their rows.
 
     Attributes:
-        trees: all trees that the sizer may choose.
+        trees: all trees that the sizer may choose, plain decoding included.
     """
 
     def __init__(self, plans: Sequence[RowPlan]) -> None:
         self._plans = plans
-        self.trees = trees_of(plans)
+        self.trees = list(dict.fromkeys([PLAIN, *(choice.tree for plan in plans for choice in plan.choices)]))
         self.forget()
 
     def forget(self) -> None:
@@ -258,8 +253,3 @@ def misfit(sizes: TunedSizes, present: Mapping[str, Any]) -> str:
         if measured not in (None, found) and not is_same:
             return f"was measured for another {name.partition('_')[0]} ({str(measured)[:99]}, not {str(found)[:99]})"
     return ""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a number format, such as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

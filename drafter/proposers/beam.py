@@ -36,9 +36,8 @@ class BeamDrafting(Drafting):
         tree_size: N, nodes that the target verifies in one forward, root included.
         copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text.
         coupled: rank drafts by the noise of sampling, which decides the target's next picks.
-        tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau.
-        noise_weight: weight of the noise in the ranking. The noise has the scale of the target's p; the drafter's q is
-            flatter, so a weight below 1 ranks better.
+        noise_weight: weight of the noise in the ranking of children. The noise has the scale of the target's p; the
+            drafter's q is flatter, so a weight below 1 ranks better.
     """
 
     method: ClassVar = "drafter"
@@ -48,7 +47,6 @@ class BeamDrafting(Drafting):
     tree_size: int = within(24, low=1, high=1024)
     copying: bool = True
     coupled: bool = True
-    tau: float = within(1.0, above=0.0)
     noise_weight: float = within(0.8, low=0.0)
 
     @classmethod
@@ -92,9 +90,9 @@ class _Level(NamedTuple):
 class BeamProposer(Proposer):
     """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
 
-    Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau). With the noise of the
-    target's coming picks, the rank is the probability that the child is the target's next pick. Without noise and with
-    tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
+    Children are ranked by the log of softmax(log q / temperature + weight * noise). With the noise of the target's
+    coming picks, the rank is the probability that the child is the target's next pick. Without noise, the rank is
+    log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
     section 3; noise: docs/sampling.md.)
 
     With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text, and copies
@@ -140,7 +138,7 @@ class BeamProposer(Proposer):
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
         self._native_search: NativeSearch | None = None
-        if can_search(drafter, self.width, drafting.tau):
+        if can_search(drafter, self.width):
             self._native_search = NativeSearch(
                 drafter, target, self._index_V, self._odds_X, self.width, self.length, self.max_depth
             )
@@ -151,42 +149,29 @@ class BeamProposer(Proposer):
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """All nodes of the search; the score is the cumulative log-probability."""
-        inputs = rows.root_B, rows.context_BC, rows.history_BS[:, : rows.num_visible], rows.length_B
-        if rows.warp.has_noise:
-            return self._search(*inputs, rows.warp, noise if self._drafting.coupled else None)
-        return (self._native_search or self._search)(*inputs)
-
-    def _search(
-        self,
-        root_B: Tensor,
-        context_BC: Tensor,
-        history_BS: Tensor,
-        position_B: Tensor,
-        warp: Warp | None = None,
-        noise: Noise | None = None,
-    ) -> NodeList:
-        copies = Copies.of(history_BS, position_B, self._odds_X)
-        levels, copies = self._drafted_levels(root_B, context_BC, copies, warp, noise)
-        levels += self._copied_levels(levels[-1], copies, warp, noise)
+        if self._native_search is not None and not rows.warp.has_noise:
+            return self._native_search(rows)
+        noise = noise if self._drafting.coupled else None
+        copies = Copies.of(rows.history_BS[:, : rows.num_visible], rows.length_B, self._odds_X)
+        levels, copies = self._drafted_levels(rows, copies, noise)
+        levels += self._copied_levels(levels[-1], copies, rows.warp, noise)
         starts = [-1, 0, *accumulate(self.level_sizes)]  # where the level above begins; the root is -1
         parents = [level.beam_BW + start for level, start in zip(levels, starts, strict=False)]
         tokens, scores = [level.token_BW for level in levels], [level.total_BW for level in levels]
         return NodeList(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
 
-    def _drafted_levels(
-        self, root_B: Tensor, context_BC: Tensor, copies: Copies, warp: Warp | None, noise: Noise | None
-    ) -> tuple[list[_Level], Copies]:
+    def _drafted_levels(self, rows: RowState, copies: Copies, noise: Noise | None) -> tuple[list[_Level], Copies]:
         """The beams of every drafting step, and the copies of the beams before the last step."""
-        context_B1C = context_BC[:, None].to(self._dtype)
+        context_B1C = rows.context_BC[:, None].to(self._dtype)
         state_BWD = self.drafter.init_state(context_B1C)
-        token_BW = root_B[:, None]
+        token_BW = rows.root_B[:, None]
         levels: list[_Level] = []
         total_BW = torch.zeros_like(token_BW, dtype=torch.float32)
         for step in range(self.length):
             context_BWC = context_B1C.expand(-1, token_BW.shape[1], -1)
             state_BWD = self.drafter.step(state_BWD, self._embed(token_BW).to(self._dtype))
             logits_BWR = self.drafter.logits(context_BWC, state_BWD)
-            value_BWK, token_BWK = self._rank_children(logits_BWR, copies, step, warp, noise)
+            value_BWK, token_BWK = self._rank_children(logits_BWR, copies, step, rows.warp, noise)
             # W children of each parent are enough: no parent can have more among the W best of all.
             total_BW, best_BW = (total_BW[:, :, None] + value_BWK).flatten(1).topk(self.width, dim=1)
             beam_BW = best_BW // value_BWK.shape[2]
@@ -197,7 +182,7 @@ class BeamProposer(Proposer):
                 copies = copies.follow(beam_BW, token_BW)
         return levels, copies
 
-    def _copied_levels(self, last: _Level, copies: Copies, warp: Warp | None, noise: Noise | None) -> list[_Level]:
+    def _copied_levels(self, last: _Level, copies: Copies, warp: Warp, noise: Noise | None) -> list[_Level]:
         """Copies alone lengthen the best beam of the last drafting step, one node a level."""
         levels = []
         for step in range(self.length, self.max_depth):
@@ -209,27 +194,22 @@ class BeamProposer(Proposer):
         return levels
 
     def _rank_children(
-        self, logits_BWR: Tensor, copies: Copies, step: int, warp: Warp | None, noise: Noise | None
+        self, logits_BWR: Tensor, copies: Copies, step: int, warp: Warp, noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         """The W best children of every beam and the copied token: log-probabilities and tokens, each [B, W, K]."""
-        has_noise = warp is not None and warp.has_noise
-        rank_BWR = warp_logits(logits_BWR, warp) if warp is not None and has_noise else logits_BWR.float()
+        rank_BWR = warp_logits(logits_BWR, warp) if warp.has_noise else logits_BWR.float()
         token_BW, odds_BW = copies.best()
         rank_BWR, copied_BW1, total_BW1 = mix(rank_BWR, self._index_V[token_BW], odds_BW)
         if noise is not None:
-            assert warp is not None
             weight_B1 = ((warp.temperature_B > 0) * self._drafting.noise_weight)[:, None]
             rank_BWR = rank_BWR + (noise.at(step, self._token_R) * weight_B1)[:, None]
             copied_BW1 = copied_BW1 + (noise.at(step, token_BW) * weight_B1)[:, :, None]
-        tau = self._drafting.tau
-        if noise is not None or tau != 1.0:
-            rank_BWR, copied_BW1 = rank_BWR / tau, copied_BW1 / tau
             total_BW1 = torch.logaddexp(rank_BWR.logsumexp(dim=2, keepdim=True), copied_BW1)
         value_BWK, index_BWK = topk(rank_BWR, self.width)
         value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1
         return value_BWK, torch.cat([self._token_R[index_BWK], token_BW[:, :, None]], dim=2)
 
-    def _rank_copies(self, copies: Copies, step: int, warp: Warp | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    def _rank_copies(self, copies: Copies, step: int, warp: Warp, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The copied token of the one beam that is left: log-probability and token, each [B, 1].
 
         With the noise g of the token, its rank log(share) + g exceeds the largest of many others, a Gumbel number
@@ -238,7 +218,6 @@ class BeamProposer(Proposer):
         token_B1, odds_B1 = copies.best()
         value_B1 = -F.softplus(-odds_B1)
         if noise is not None:
-            assert warp is not None
             ranked_B1 = -(-odds_B1 - self._drafting.noise_weight * noise.at(step, token_B1)).exp()
             value_B1 = ranked_B1.where(warp.temperature_B[:, None] > 0, value_B1)
         return value_B1, token_B1

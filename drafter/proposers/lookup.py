@@ -91,7 +91,6 @@ class LookupDrafting(Drafting):
         tree_size: N, nodes that the target verifies in one forward, root included.
         num_matches: matches that are followed; 1 drafts a chain.
         lookup_length: tokens that one match proposes.
-        max_ngram: longest match that counts.
     """
 
     method: ClassVar = "lookup"
@@ -99,7 +98,6 @@ class LookupDrafting(Drafting):
     tree_size: int = within(24, low=1, high=1024)
     num_matches: int = within(8, low=1, high=256)
     lookup_length: int = within(10, low=1, high=64)
-    max_ngram: int = within(8, low=1, high=32)
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
@@ -112,19 +110,19 @@ class LookupDrafting(Drafting):
 
 
 class LookupProposer(Proposer):
-    """Drafts the continuations of earlier occurrences of the last 1 .. ``max_ngram`` tokens.
+    """Drafts the continuations of earlier occurrences of the last tokens.
 
     Every match votes for its continuation with a weight that grows with the length of the match. The probability of a
     node is its share of the votes, some of which are for "none of the matches". (Prompt lookup decoding without votes
     and tree: Saxena, 2023.)
 
     Args:
-        drafting: number of matches (W), tokens of each (L), and the longest match that counts.
+        drafting: number of matches (W), and tokens of each (L).
         device: the target's.
     """
 
     def __init__(self, drafting: LookupDrafting, device: torch.device) -> None:
-        self.num_matches, self.max_ngram = drafting.num_matches, drafting.max_ngram
+        self.num_matches = drafting.num_matches
         self.length = min(drafting.lookup_length, drafting.tree_size - 1)
         super().__init__((self.num_matches,) * self.length, drafting.tree_size)
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
@@ -136,7 +134,7 @@ class LookupProposer(Proposer):
         The noise is not used.
         """
         history_BS = rows.history_BS[:, : rows.num_visible]
-        match_BW, size_BW = find_matches(history_BS, rows.length_B, self.max_ngram, self.num_matches)
+        match_BW, size_BW = find_matches(history_BS, rows.length_B, len(_ODDS), self.num_matches)
         token_BLW = follow_matches(history_BS, rows.length_B, match_BW, self.length).transpose(1, 2)
         # same[b, l, i, j]: match j, if there is one, proposes the same l + 1 tokens as match i.
         equal_BLWW = token_BLW[:, :, :, None] == token_BLW[:, :, None, :]

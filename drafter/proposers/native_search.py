@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.decoding.proposer import RowState
 from drafter.decoding.tree import NodeList
 from drafter.kernels import native
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
 
-def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
-    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
+def can_search(drafter: RecurrentDrafter, width: int) -> bool:
+    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU."""
     is_here = native.library() is not None and drafter.is_packed and drafter.device.type == "cpu"
-    return is_here and width <= native.MOST_BEAMS and tau == 1.0
+    return is_here and width <= native.MOST_BEAMS
 
 
 class NativeSearch:
@@ -54,42 +55,35 @@ class NativeSearch:
         cell_matrix = native.round_matrix(torch.cat([cell.w.weight, cell.u.weight], dim=1), cell.u.bias)
         head = native.round_matrix(drafter.head.weight) if config.head == "tied" else native.NO_MATRIX
         rows = drafter.packed_rows()
-        array = native.Matrix * max(1, len(blocks))
-        kept: dict[str, Any] = {
-            "blocks": array(*blocks),
-            "down": array(*downs),
-            "odds": log_odds_X.float().contiguous(),
-        }
-        embedding, scale = getattr(target.runtime, "embedding_matrix", None), 1.0
-        if embedding is None:
-            kept["embedding"] = target.embedding_weight_VD.float().contiguous()
-        else:
-            kept["embedding"], scale = (native.Matrix * 1)(embedding), target.runtime.embedding_scale
-        address = kept["embedding"].data_ptr() if embedding is None else None
-        pointer = None if embedding is None else ctypes.cast(kept["embedding"], ctypes.POINTER(native.Matrix))
+        array, pointer = native.Matrix * max(1, len(blocks)), ctypes.POINTER(native.Matrix)
+        blocks_X, downs_X, log_odds_X = array(*blocks), array(*downs), log_odds_X.float().contiguous()
+        own = getattr(target.runtime, "embedding_matrix", None)
+        embedding_VD = target.embedding_weight_VD.float().contiguous() if own is None else None
+        own_X = None if own is None else (native.Matrix * 1)(own)
         self._native = native.Drafter(
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
             cell=cell_matrix,
-            down=ctypes.cast(kept["down"], ctypes.POINTER(native.Matrix)) if downs else None,
-            blocks=ctypes.cast(kept["blocks"], ctypes.POINTER(native.Matrix)),
+            down=ctypes.cast(downs_X, pointer) if downs else None, blocks=ctypes.cast(blocks_X, pointer),
             head=head, rows=rows,
-            token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=kept["odds"].data_ptr(),
-            copies=bool(log_odds_X.isfinite().any()), embedding=address, embedding_matrix=pointer,
-            embedding_matrix_scale=scale,
-        ).keep(cell_matrix, head, rows, *blocks, *downs, *kept.values(), index_V, embedding)  # fmt: skip
+            token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
+            copies=bool(log_odds_X.isfinite().any()),
+            embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
+            embedding_matrix=None if own_X is None else ctypes.cast(own_X, pointer),
+            embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
+        ).keep(
+            cell_matrix, head, rows, *blocks, *downs, blocks_X, downs_X, log_odds_X, embedding_VD, own_X, own, index_V
+        )  # fmt: skip
 
-    @property
-    def num_nodes(self) -> int:
-        """M: the beams of all steps, then the copies that lengthen the best one."""
-        return self._width * self._length + self._depth - self._length
-
-    def __call__(self, root_B: Tensor, context_BC: Tensor, history_BS: Tensor, position_B: Tensor) -> NodeList:
-        num_rows = len(root_B)
-        hidden_BD = self._drafter.fuse(context_BC).float().contiguous()
-        root_B, position_B, history_BS = root_B.contiguous(), position_B.contiguous(), history_BS.contiguous()
-        token_BM = torch.zeros(num_rows, self.num_nodes, dtype=torch.int64)
-        parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, self.num_nodes)
+    def __call__(self, rows: RowState) -> NodeList:
+        """See :meth:`drafter.decoding.proposer.Proposer.draft`."""
+        num_rows = len(rows.root_B)
+        hidden_BD = self._drafter.fuse(rows.context_BC).float().contiguous()
+        root_B, position_B = rows.root_B.contiguous(), rows.length_B.contiguous()
+        history_BS = rows.history_BS[:, : rows.num_visible].contiguous()
+        num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best
+        token_BM = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
+        parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, num_nodes)
         native.search(
             self._native,
             native.Search(

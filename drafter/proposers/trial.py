@@ -1,12 +1,11 @@
 """A trial of a drafter over real texts, before it drafts: finite weights may still give numbers that are not.
 
-Shapes: T tokens of a text · D hidden size · R draft vocabulary · V target vocabulary.
+Shapes: T tokens of a text · C context size · D hidden size · R draft vocabulary · V target vocabulary.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.slots import Slots
@@ -35,7 +34,10 @@ def check_drafts(drafter: RecurrentDrafter, target: Target, num_steps: int) -> N
         token_T = torch.tensor(ids[: min(_MOST_TOKENS, target.max_length)], device=target.device)
         if not len(token_T):
             continue
-        context_TC = _contexts(target, token_T, tuple(drafter.config.context_layers)).to(drafter.dtype)
+        place_1T = torch.arange(len(token_T), device=target.device)[None]
+        slots, cache = Slots(place_1T, place_1T, None, 0, len(token_T)), target.new_cache(1, len(token_T) + 1)
+        output = target.forward(token_T[None], slots, cache, tuple(drafter.config.context_layers))
+        context_TC = output.context_BTC[0].to(drafter.dtype)
         try:
             state_TD = drafter.init_state(context_TC)
             for _ in range(num_steps):
@@ -51,11 +53,3 @@ def check_drafts(drafter: RecurrentDrafter, target: Target, num_steps: int) -> N
             raise ValueError(
                 "the drafter's numbers are not finite after real text: its weights are too large; train it again"
             )
-
-
-def _contexts(target: Target, token_T: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """The target's hidden states that the drafter reads [T, C]."""
-    num_tokens = len(token_T)
-    place_1T = torch.arange(num_tokens, device=target.device)[None]
-    slots = Slots(place_1T, place_1T, None, 0, num_tokens)
-    return target.forward(token_T[None], slots, target.new_cache(1, num_tokens + 1), layers).context_BTC[0]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from drafter.utils.parse import MAX_YAML_BYTES, parse_yaml
-from drafter.utils.validate import Checked, range_of
+from drafter.utils.validate import Checked, flag_of, range_of
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,6 @@ def _config_file(name: str, command: str) -> str:
     return shipped[name]
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _dashed(word: str) -> str:
     """``--max_new_tokens=8`` -> ``--max-new-tokens=8``; the keys of ``--trainer.max_epochs`` are the user's own."""
     name, equals, value = word.partition("=")
@@ -191,14 +187,14 @@ def _parser(kind: type[Options], command: str) -> Any:
     limit_yaml()
     description = re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip()
     needed = [
-        f"{item.name.upper()} " if item.name == kind.positional else f"{_flag(item.name)} {item.name.upper()} "
+        f"{item.name.upper()} " if item.name == kind.positional else f"{flag_of(item.name)} {item.name.upper()} "
         for item in fields(kind)
         if item.default is MISSING and item.default_factory is MISSING
     ]
     parser = ArgumentParser(
         prog=command, usage=f"{command} {''.join(needed)}[--flags]", description=description, exit_on_error=False,
         allow_abbrev=False, print_config="--print-config", formatter_class=Help,
-        epilog=f"Flags that seldom matter: {', '.join(map(_flag, kind.rare))}." if kind.rare else None,
+        epilog=f"Flags that seldom matter: {', '.join(map(flag_of, kind.rare))}." if kind.rare else None,
     )  # fmt: skip
     shipped = ", ".join(_shipped_configs(command.rpartition(" ")[2]))
     text = "YAML file of options; keys are the names of the flags" + (
@@ -223,7 +219,7 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
     """One field as an argument of the group."""
     from jsonargparse import ActionYesNo
 
-    flag, span = _flag(item.name), range_of(kind, item.name)
+    flag, span = flag_of(item.name), range_of(kind, item.name)
     default = item.default if item.default_factory is MISSING else item.default_factory()
     more: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
     element = get_args(hint)[0] if get_origin(hint) is tuple else hint

@@ -14,6 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 MOST = 10**9  # of a value that has no limit of its own: no count, size or time is larger
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field: ``--beam-width`` for ``beam_width``."""
+    return "--" + name.replace("_", "-")
+
+
 class Range(NamedTuple):
     """The permitted values of a field: from ``low``, or above ``above``. An integer ``low`` permits integers alone."""
 
@@ -75,8 +80,8 @@ def check_ranges(options: Any, prefix: str = "", *, are_flags: bool = True) -> N
         if span is None or value is None:
             continue
         for single in value if isinstance(value, tuple | list) else (value,):
-            flag = prefix + item.name if prefix else item.name.replace("_", "-")
-            span.check(f"--{flag}" if are_flags else item.name, single)
+            flag = f"--{prefix}{item.name}" if prefix else flag_of(item.name)
+            span.check(flag if are_flags else item.name, single)
 
 
 @dataclass(frozen=True)
@@ -99,4 +104,4 @@ class Checked:
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """ValueError unless ``value`` is one of the choices of the flag."""
     if value not in choices:
-        raise ValueError(f"--{name.replace('_', '-')} is {value!r} but must be one of {', '.join(choices)}")
+        raise ValueError(f"{flag_of(name)} is {value!r} but must be one of {', '.join(choices)}")

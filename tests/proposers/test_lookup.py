@@ -72,9 +72,9 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
             assert score == pytest.approx(math.log(share), abs=1e-4)
 
 
-@pytest.mark.parametrize("numbers", [(4, 24, 8, 10, 8), (3, 6, 1, 5, 2), (8, 2, 4, 10, 1), (4, 64, 8, 3, 3)])
+@pytest.mark.parametrize("numbers", [(4, 24, 8, 10), (3, 6, 1, 5), (8, 2, 4, 10), (4, 64, 8, 3)])
 def test_oracle(numbers: tuple[int, ...]) -> None:
-    names = ("max_num_seqs", "tree_size", "num_matches", "lookup_length", "max_ngram")
+    names = ("max_num_seqs", "tree_size", "num_matches", "lookup_length")
     sizes: dict = dict(zip(names, numbers, strict=True))
     engine = Engine(tiny_target(), config=Plan.of("lookup", prefill_chunk=7, **sizes))
     assert assert_lossless(engine, requests()) >= 1.0

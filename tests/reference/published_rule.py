@@ -16,7 +16,7 @@ def beams_of(q: np.ndarray, root: int, width: int, length: int) -> list[list[int
     """The tokens of each beam that a search of a drafter q[token, next] ends with."""
     log_q = torch.from_numpy(q).log()
     nodes = draft_tree(
-        lambda _, state, token: (state, log_q[token]), lambda _, logits: logits, width, length, 1, torch.zeros(1), root
+        lambda *given: (None, log_q[given[2]]), lambda _, logits: logits, width, length, None, None, root
     )
     ends = (i for i, node in enumerate(nodes) if node.depth == length)
     return [[nodes[j].token for j in path_to(nodes, i)[1:]] for i in ends]
