@@ -8,10 +8,8 @@ which the event loop makes text and entries.
 import asyncio
 import gc
 import logging
-import math
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -24,7 +22,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Update
 from drafter.engine.runner import is_out_of_memory
 from drafter.models.drafter import RecurrentDrafter
-from drafter.serving.answers import Answer, Choice, Step
+from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import TRY_LATER, ApiError
 from drafter.serving.record import Recorder, traffic_row
@@ -32,7 +30,6 @@ from drafter.serving.record import Recorder, traffic_row
 State = Literal["ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
-_LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 
 
 class Worker:
@@ -61,7 +58,6 @@ class Worker:
         self._answers: set[Answer] = set()  # answers whose clients wait; event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._is_stopping = False
-        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
@@ -96,8 +92,7 @@ class Worker:
             raise ApiError(400, message, param="n")
         if self.num_open + num_texts > self.capacity:
             message = "all rows are busy and the queue is full: try again later"
-            later = {"Retry-After": str(self._seconds_to_wait(num_texts))}
-            raise ApiError(429, message, code="queue_full", headers=later)
+            raise ApiError(429, message, code="queue_full", headers=TRY_LATER)
 
     def abandon(self, answer: Answer) -> None:
         """Give up an answer whose client has left, or has all texts. Its rows are free at the next step."""
@@ -151,20 +146,14 @@ class Worker:
             error = ApiError(500, "the engine has ended by an error")
         self._fail(self._answers, error)
 
-    def _seconds_to_wait(self, num_texts: int) -> int:
-        """Estimated seconds until further texts get rows, from the durations of the last texts."""
-        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
-        return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
-
-    def _deliver(self, steps: Sequence[Step]) -> None:
+    def _deliver(self, updates: Sequence[tuple[Choice, Update]]) -> None:
         """Make the entries of a step, for clients who wait."""
-        for step in steps:
-            answer = step.choice.answer
+        for choice, update in updates:
+            answer = choice.answer
             if answer not in self._answers:
                 continue
             try:
-                entry = step.choice.take(step)
+                entry = choice.take(update)
             except Exception as error:  # of a stranger's decoder: the other answers go on
                 _log.error("an answer's text failed", exc_info=error)
                 self._fail([answer], ApiError(500, "an internal error ended this answer"))
@@ -208,26 +197,16 @@ class Worker:
     def _step(self) -> None:
         started = time.perf_counter()
         try:
-            steps = [self._step_of(update) for update in self.engine.step()]
+            updates = [(self._choices[update.request.request_id], update) for update in self.engine.step()]
         except Exception as error:
             # Any error of a step may fail only the requests of that step.
             self._recover(error)
             return
         self._metrics.step_seconds.observe(time.perf_counter() - started)
-        if steps:
-            self._loop.call_soon_threadsafe(self._deliver, steps)
-
-    def _step_of(self, update: Update) -> Step:
-        """Count an update, and let a finished text go."""
-        request = update.request
-        choice = self._choices[request.request_id]
-        self._count(choice.answer.arrived, update)
-        if request.is_finished:
-            del self._choices[request.request_id]
-            if self._recorder is not None and choice.answer.body.record:
-                self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
-        drafted, reason = request.num_accepted[-1], request.finish_reason
-        return Step(choice, update.token_ids, drafted, reason, update.logprobs, update.tree)
+        for choice, update in updates:
+            self._count(choice.answer, update)
+        if updates:
+            self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _recover(self, error: Exception) -> None:
         """Fail the answers of a failed step, or their later half when memory ran out, and go on."""
@@ -256,22 +235,25 @@ class Worker:
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
 
-    def _count(self, arrived: float, update: Update) -> None:
+    def _count(self, answer: Answer, update: Update) -> None:
+        """Count a step of a text, and let a finished text go."""
         metrics, request = self._metrics, update.request
         num_tokens = len(update.token_ids)
         metrics.target_forwards.inc()
         metrics.tokens.inc(num_tokens)
         metrics.tokens_per_step.observe(num_tokens)
-        metrics.drafted_tokens.inc(request.num_accepted[-1])
+        metrics.drafted_tokens.inc(update.num_accepted)
         now = time.perf_counter()
         if request.num_target_forwards == 1:
-            metrics.first_token_seconds.observe(now - arrived)
+            metrics.first_token_seconds.observe(now - answer.arrived)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.shared_tokens.inc(request.num_shared)
-        if request.finish_reason is not None:
-            metrics.answers.labels(request.finish_reason).inc()
-            metrics.answer_seconds.observe(now - arrived)
-            self._durations.append(request.seconds)
+        if update.finish_reason is not None:
+            metrics.answers.labels(update.finish_reason).inc()
+            metrics.answer_seconds.observe(now - answer.arrived)
             num_further = len(request.token_ids) - num_tokens
             if request.first_token is not None and num_further > 0:
                 metrics.token_seconds.observe((now - request.first_token) / num_further)
+            del self._choices[request.request_id]
+            if self._recorder is not None and answer.body.record:
+                self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
