@@ -5,6 +5,7 @@ process: the client of this text gets the cause, and the next text starts anothe
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from drafter.serving.protocol import ApiError
@@ -31,7 +32,7 @@ class Encoder:
         self._is_escaped = escape_special_tokens
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, target.tokenizer.get_vocab()))
-        self._lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "encoder")  # one text after the other
         self._failure: str | None = None  # of a template that fails for every conversation
 
     async def start(self) -> None:
@@ -43,8 +44,8 @@ class Encoder:
 
     async def close(self) -> None:
         """End the process, after the text that it encodes."""
-        async with self._lock:
-            await asyncio.to_thread(self._target.encoder.close)
+        await asyncio.to_thread(self._thread.shutdown)
+        self._target.encoder.close()
 
     async def encode(self, asked: str | Chat) -> list[int]:
         """Token ids of a text or a conversation.
@@ -61,17 +62,16 @@ class Encoder:
         if self._failure is not None and not isinstance(asked, str):
             raise ApiError(400, self._failure, param=param)
         try:
-            # Shielded: the process goes on with the text of a client that leaves, and the next client waits for it.
-            return await asyncio.shield(self._exchange(asked if isinstance(asked, str) else list(asked.messages)))
+            return await self._exchange(asked if isinstance(asked, str) else list(asked.messages))
         except ValueError as error:
             if isinstance(error, ForkError) and error.reason == "ended":
                 raise ApiError(503, "the tokenizer's process ended: try again later") from error
             raise ApiError(400, self._told(error), param=param) from error
 
     async def _exchange(self, asked: Any) -> list[int]:
-        async with self._lock:
-            found: list[list[int]] = await asyncio.to_thread(self._target.encoder.map, [[asked, [], self._is_escaped]])
-            return found[0]
+        items = [[asked, [], self._is_escaped]]
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._target.encoder.map, items)
+        return list(found[0])
 
     def _told(self, error: ValueError) -> str:
         """An error's text for clients, who need not know where the server keeps its models."""
