@@ -66,12 +66,9 @@ class Answer:
     """One client's request: one or more texts for each of its prompts, and one queue of their entries.
 
     Args:
-        model: the model that answers.
-        body: the client's request.
         requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
 
     Attributes:
-        choices: the texts.
         num_open: texts whose last entry has not come.
         arrived: time of the construction, by ``time.perf_counter``.
     """
@@ -147,12 +144,8 @@ class Choice:
     """One text of an answer.
 
     Text is held back while the text may become part of a stop string or ends within a character
-    (:class:`IncrementalText`). The tokens of held text are held back with the text, so that the tokens that a client
-    reads never run ahead of the text.
-
-    Attributes:
-        answer: the answer of the text.
-        request: the engine's request. Its stop strings end it, by a text of its own.
+    (:class:`IncrementalText`). The tokens of held text are held back with it: a client's tokens never run ahead of the
+    text. The stop strings end the engine's request as well, by a text of the request's own.
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:

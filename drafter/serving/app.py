@@ -88,8 +88,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine's thread and the tokenizer's process run. At the end open answers fail."""
-        await self.encoder.start()
+        """The engine's thread runs. At the end open answers fail."""
         self.worker.start()
         follower = self.follower if self._follows else None
         following = None if follower is None else asyncio.create_task(follower.follow())
@@ -273,8 +272,10 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
         ValueError: the target has no tokenizer, or ``--follow`` has no folder to watch.
     """
     server = Server(engine, options)
-    app = FastAPI(title="Drafter", version="1", lifespan=lambda _: server.running(), docs_url=None, redoc_url=None)
-    app.router.redirect_slashes = False  # a redirect would name the host that the client named
+    app = FastAPI(
+        title="Drafter", version="1", lifespan=lambda _: server.running(), docs_url=None, redoc_url=None,
+        redirect_slashes=False,  # a redirect would name the host that the client named
+    )  # fmt: skip
     app.state.server = server
     max_body_bytes = max(_LEAST_BODY_BYTES, _TOKEN_BYTES * server.max_length)
     # A key keeps strangers out; without one, the host does: a web site whose name leads to this machine's address.

@@ -20,11 +20,6 @@ _LOAD_SECONDS = 300.0
 class Follower:
     """Loads the drafter again when its folder was replaced; an error leaves the old drafter. For the event loop alone.
 
-    Args:
-        name: folder or name of the drafter, as given to the server.
-        worker: the engine's thread.
-        metrics: counters of the server.
-
     Attributes:
         folder: the folder that is watched.
         digest: hash of the weights in use.

@@ -29,12 +29,10 @@ class Guard:
     """ASGI middleware: checks the host of every request, key, type and size under ``/v1``, and counts outcomes.
 
     Args:
-        app: the application behind the guard.
         api_keys: a request needs one of these keys; without any, no request needs a key.
         hosts: names of this server, in lower case. A request for another name is refused: a page of any web site whose
             name leads to this server's address reads the answers as its own. None: any name.
         max_body_bytes: size limit. A larger body is refused before its end.
-        metrics: counters of the server.
     """
 
     def __init__(

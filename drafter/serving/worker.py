@@ -38,7 +38,6 @@ class Worker:
     Args:
         engine: the engine; other threads may only call :meth:`Engine.make_request`.
         max_queue: texts that may wait for a row; the worker refuses further texts.
-        metrics: counters of the server.
         recorder: records the finished answers; None: no recording.
 
     Attributes:
@@ -107,7 +106,7 @@ class Worker:
             ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
             Exception: of the first steps with the drafter. The old drafter stays.
         """
-        done: Future[None] = Future()
+        done = Future[None]()
 
         def replace() -> None:
             try:
@@ -170,19 +169,15 @@ class Worker:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._obey()
+            if not self.engine.has_work:
+                self._commands.get()()  # waits
+            while not self._commands.empty():
+                self._commands.get()()
             if self.engine.has_work:
                 self._step()
             self._metrics.count_failed_drafts(self.engine.num_failed_drafts)
             self._metrics.active_rows.set(self.engine.num_running)
             self._metrics.queue_depth.set(self.engine.num_waiting)
-
-    def _obey(self) -> None:
-        """Carry out the waiting commands; wait for a command when the engine has no work."""
-        if not self.engine.has_work:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
 
     def _add(self, answer: Answer) -> None:
         for choice in answer.choices:
@@ -199,8 +194,7 @@ class Worker:
         try:
             updates = [(self._choices[update.request.request_id], update) for update in self.engine.step()]
         except Exception as error:
-            # Any error of a step may fail only the requests of that step.
-            self._recover(error)
+            self._recover(error)  # whatever the error, the requests of this step alone fail
             return
         self._metrics.step_seconds.observe(time.perf_counter() - started)
         for choice, update in updates:
@@ -213,13 +207,11 @@ class Worker:
         is_memory = is_out_of_memory(error)
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
+        _log.error("a step with %d rows failed; going on with %d", num_running, keep, exc_info=error)
+        failure = ApiError(500, "an internal error ended this answer")
         if is_memory:
-            _log.warning("out of memory with %d rows; going on with %d", num_running, keep, exc_info=error)
             message = "the server ran out of memory: try again later"
             failure = ApiError(503, message, code="out_of_memory", headers=TRY_LATER)
-        else:
-            _log.error("a step with %d rows failed", num_running, exc_info=error)
-            failure = ApiError(500, "an internal error ended this answer")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
         dropped = {request.request_id for request in self.engine.drop(keep)}
         if not dropped:  # the step failed before any row changed: the waiting requests would fail the next step too
