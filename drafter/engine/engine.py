@@ -273,7 +273,9 @@ class Engine:
         updates = []
         for request, result in zip(active, results, strict=True):
             taken = request.extend(result.emitted)
-            updates.append(Update(request, taken, result.logprobs and result.logprobs[: len(taken)], result.tree))
+            logprobs = result.logprobs and result.logprobs[: len(taken)]
+            reason = request.finish_reason
+            updates.append(Update(request, taken, request.num_accepted[-1], reason, logprobs, result.tree))
         return updates
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:

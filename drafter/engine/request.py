@@ -291,10 +291,12 @@ class StepResult(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The new tokens of one request after a step, and the outputs that its :class:`RequestOptions` ask for."""
+    """What a step brought to one request, as it was at the step's end; the last two where its options ask for them."""
 
     request: Request
     token_ids: list[int]
+    num_accepted: int
+    finish_reason: FinishReason | None
     logprobs: list[TokenLogprob] | None = None
     tree: StepTree | None = None
 

@@ -1,8 +1,8 @@
 """Answers: one client's request on the way to the engine, and the API's objects on the way back.
 
 Five kinds of objects stand between HTTP and engine: the body (``protocol``), an :class:`Answer` with a :class:`Choice`
-for each of its texts, the engine's ``Request``, and a :class:`Step` for each of its steps. Steps come from the engine's
-thread; everything here runs on the event loop, which makes text and the entries of ``choices`` while the engine steps.
+for each of its texts, the engine's ``Request``, and its ``Update`` of each step. Updates come from the engine's thread;
+everything here runs on the event loop, which makes text and the entries of ``choices`` while the engine steps.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from drafter.engine.request import FinishReason, IncrementalText, Request, StepTree, TokenLogprob
+from drafter.engine.request import IncrementalText, Request, StepTree, TokenLogprob, Update
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
@@ -66,12 +66,9 @@ class Answer:
     """One client's request: one or more texts for each of its prompts, and one queue of their entries.
 
     Args:
-        model: the model that answers.
-        body: the client's request.
         requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
 
     Attributes:
-        choices: the texts.
         num_open: texts whose last entry has not come.
         arrived: time of the construction, by ``time.perf_counter``.
     """
@@ -143,35 +140,12 @@ class Answer:
         }
 
 
-class Step(NamedTuple):
-    """What a step brought to a text, as it was at the step's end: the engine goes on meanwhile.
-
-    Attributes:
-        choice: the text.
-        token_ids: new tokens, a stop token included.
-        num_drafted: leading new tokens that were drafted.
-        finish_reason: of the text's last step.
-        logprobs, tree: where the request asks for them.
-    """
-
-    choice: "Choice"
-    token_ids: list[int]
-    num_drafted: int
-    finish_reason: FinishReason | None
-    logprobs: list[TokenLogprob] | None = None
-    tree: StepTree | None = None
-
-
 class Choice:
     """One text of an answer.
 
     Text is held back while the text may become part of a stop string or ends within a character
-    (:class:`IncrementalText`). The tokens of held text are held back with the text, so that the tokens that a client
-    reads never run ahead of the text.
-
-    Attributes:
-        answer: the answer of the text.
-        request: the engine's request. Its stop strings end it, by a text of its own.
+    (:class:`IncrementalText`). The tokens of held text are held back with it: a client's tokens never run ahead of the
+    text. The stop strings end the engine's request as well, by a text of the request's own.
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
@@ -186,18 +160,18 @@ class Choice:
         self._logprobs: list[TokenLogprob] = []
         self._num_released = 0
 
-    def take(self, step: Step) -> dict[str, Any] | None:
+    def take(self, update: Update) -> dict[str, Any] | None:
         """The entry of a step: the new text and tokens that may be shown now; None where there is nothing to show.
 
         An answer that is no stream has one entry for each text, at the end.
         """
         request, body = self.request, self.answer.body
-        assert step.finish_reason != "abort"
-        self._logprobs += step.logprobs or []
-        self._is_drafted += [place < step.num_drafted for place in range(len(step.token_ids))]
+        assert update.finish_reason != "abort"
+        self._logprobs += update.logprobs or []
+        self._is_drafted += [place < update.num_accepted for place in range(len(update.token_ids))]
         self._num_steps += 1
-        self._is_finished = step.finish_reason is not None
-        for token_id in step.token_ids:
+        self._is_finished = update.finish_reason is not None
+        for token_id in update.token_ids:
             if token_id not in request.stop_ids:
                 self._text.push(token_id)
         if self._is_finished:
@@ -207,9 +181,9 @@ class Choice:
         fresh = self._text.take()
         self._shown += fresh
         places = self._release()
-        if not (fresh or places or self._is_finished or step.tree):
+        if not (fresh or places or self._is_finished or update.tree):
             return None
-        entry: dict[str, Any] = {"index": self._index, "finish_reason": step.finish_reason, "logprobs": None}
+        entry: dict[str, Any] = {"index": self._index, "finish_reason": update.finish_reason, "logprobs": None}
         if isinstance(body, CompletionRequest):
             entry["text"] = fresh
         elif body.stream:
@@ -220,7 +194,7 @@ class Choice:
             as_json = self._chat_logprobs if isinstance(body, ChatRequest) else self._completion_logprobs
             entry["logprobs"] = as_json(places)
         if body.details:
-            entry["details"] = self._details(places, step.tree)
+            entry["details"] = self._details(places, update.tree)
         if body.return_token_ids:  # where clients of vLLM and SGLang look for them
             entry |= {"prompt_token_ids": request.prompt_ids, "token_ids": request.token_ids}
         return entry

@@ -4,21 +4,24 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import json
 import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -27,12 +30,11 @@ from drafter.engine.request import RequestOptions
 from drafter.serving.answers import Answer, Model
 from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
-from drafter.serving.guard import Guard, host_of, respond
+from drafter.serving.guard import CLOSED_BY_CLIENT, STATUS, Guard, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, error_of
 from drafter.serving.record import Recorder
-from drafter.serving.stream import CLOSED_BY_CLIENT, EventStream, unless_client_leaves
 from drafter.serving.worker import Worker
 from drafter.targets.chat import Chat
 from drafter.utils.io import first_line
@@ -54,8 +56,7 @@ class Server:
         target = engine.target
         if target.tokenizer is None:
             raise ValueError(f"target {target.name!r} has no tokenizer: a server needs a tokenizer")
-        if engine.plan.max_model_len is None:
-            raise ValueError("the rows of a server have one size: set max_model_len (--max-model-len)")
+        assert engine.plan.max_model_len is not None, "the rows of a server have one size"
         self._seconds = options.request_timeout
         self.metrics = Metrics()
         self._recorder = None
@@ -87,8 +88,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine's thread and the tokenizer's process run. At the end open answers fail."""
-        await self.encoder.start()
+        """The engine's thread runs. At the end open answers fail."""
         self.worker.start()
         follower = self.follower if self._follows else None
         following = None if follower is None else asyncio.create_task(follower.follow())
@@ -132,39 +132,29 @@ class Server:
         return await self._respond(body, body.prompts, request)
 
     async def _respond(
-        self,
-        body: ChatRequest | CompletionRequest,
-        asked: Sequence[str | Chat | list[int]],
-        request: Request,
+        self, body: ChatRequest | CompletionRequest, asked: Sequence[str | Chat | list[int]], request: Request
     ) -> Response:
-        self._check(body, len(asked))
-        with contextlib.ExitStack() as at_end:
-            try:
-                async with asyncio.timeout(self._seconds) as limit:
-                    prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
-                    answer = Answer(self.model, body, self._requests(body, prompts))
-                    self.worker.submit(answer)
-                    at_end.callback(self.worker.abandon, answer)
-                    if body.stream:
-                        deadline = limit.when() or 0.0
-                        timer = asyncio.get_running_loop().call_at(deadline, answer.put, self._late)
-                        at_end.callback(timer.cancel)
-                        return EventStream(answer, deadline + 1.0, at_end.pop_all().close)
-                    whole = await unless_client_leaves(answer.whole(), request.receive)
-            except TimeoutError:
-                raise self._late from None
-        return Response(status_code=CLOSED_BY_CLIENT) if whole is None else JSONResponse(whole)
-
-    @property
-    def _late(self) -> ApiError:
-        return ApiError(504, f"the answer took longer than {self._seconds:g} seconds", code="timeout")
-
-    def _check(self, body: Generation, num_prompts: int) -> None:
-        """ApiError for an unknown model, or when the worker has no room."""
         if body.model != self.model.name:
             message = f"model {body.model!r} is not served here: use {self.model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        self.worker.check(num_prompts * body.n)
+        self.worker.check(len(asked) * body.n)
+        late = ApiError(504, f"the answer took longer than {self._seconds:g} seconds", code="timeout")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
+        except TimeoutError:
+            raise late from None
+        answer = Answer(self.model, body, self._requests(body, prompts))
+        self.worker.submit(answer)
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self.worker.abandon, answer)
+            at_end.callback(loop.call_at(deadline, answer.put, late).cancel)
+            if body.stream:
+                return EventStream(answer, deadline + 1.0, at_end.pop_all().close)
+            at_end.callback(asyncio.create_task(_end_when_client_leaves(answer, request)).cancel)
+            return JSONResponse(await answer.whole())
 
     def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
@@ -214,15 +204,61 @@ class Server:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
 
 
+async def _end_when_client_leaves(answer: Answer, request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+    answer.put(ApiError(CLOSED_BY_CLIENT, "the client has left"))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, until the answer ends or the client leaves.
+
+    Args:
+        answer: sends its chunks.
+        deadline: when the stream ends whatever its client reads, by the event loop's clock.
+        on_end: called at the end, whatever ends the stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, deadline: float, on_end: Callable[[], None]) -> None:
+        # Proxies must not cache or buffer a stream.
+        super().__init__(self._events(answer), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._deadline = deadline
+        self._on_end = on_end
+        self._status = CLOSED_BY_CLIENT  # until the end of the chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response (ASGI)."""
+        try:
+            # A client that does not read blocks the sending of the last event as well.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._deadline):
+                    await super().__call__(scope, receive, send)
+        finally:
+            scope[STATUS] = self._status
+            self._on_end()
+
+    async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in answer.chunks():
+                yield _event(chunk)
+        except ApiError as error:
+            self._status = error.status_code
+            yield _event(error.body)  # as the last event, because the status 200 was sent with the first
+        else:
+            self._status = self.status_code
+            yield b"data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    """One event on one data line; JSON has no raw line breaks."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
 def _seed(body: Generation, choice: int) -> int:
     """The seed of a choice: the client's, another for each further choice, or a random seed."""
     return secrets.randbits(64) if body.seed is None else (body.seed + choice * _SEED_STRIDE) % 2**64
-
-
-def _hosts(options: ServeOptions) -> frozenset[str]:
-    """The names of this server: of the loopback, of the options, and of the machine."""
-    sites = [host_of(origin.partition("://")[2]) for origin in options.cors_origin]
-    return frozenset(map(str.lower, ("localhost", options.host, socket.gethostname(), *sites)))
 
 
 def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
@@ -233,15 +269,20 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
         options: names and limits.
 
     Raises:
-        ValueError: the target has no tokenizer, or the engine has no fixed row size.
+        ValueError: the target has no tokenizer, or ``--follow`` has no folder to watch.
     """
     server = Server(engine, options)
-    app = FastAPI(title="Drafter", version="1", lifespan=lambda _: server.running(), docs_url=None, redoc_url=None)
-    app.router.redirect_slashes = False  # a redirect would name the host that the client named
+    app = FastAPI(
+        title="Drafter", version="1", lifespan=lambda _: server.running(), docs_url=None, redoc_url=None,
+        redirect_slashes=False,  # a redirect would name the host that the client named
+    )  # fmt: skip
     app.state.server = server
     max_body_bytes = max(_LEAST_BODY_BYTES, _TOKEN_BYTES * server.max_length)
     # A key keeps strangers out; without one, the host does: a web site whose name leads to this machine's address.
-    hosts = None if options.api_keys or "*" in options.cors_origin else _hosts(options)
+    hosts = None
+    if not options.api_keys and "*" not in options.cors_origin:
+        sites = [urlsplit(origin).hostname or "" for origin in options.cors_origin]
+        hosts = {name.lower() for name in ("localhost", options.host, socket.gethostname(), *sites)}
     app.add_middleware(
         Guard, api_keys=options.api_keys, hosts=hosts, max_body_bytes=max_body_bytes, metrics=server.metrics
     )

@@ -5,22 +5,18 @@ process: the client of this text gets the cause, and the next text starts anothe
 """
 
 import asyncio
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 from drafter.serving.protocol import ApiError
 from drafter.targets.chat import Chat, ForkError
 from drafter.targets.target import Target
-
-_TRIAL = [{"role": "user", "content": "x"}]
-_BROKEN = ("limit", "TemplateSyntaxError", "SyntaxError", "RecursionError")  # whatever the conversation
 
 
 class Encoder:
     """Makes token ids of prompts. Only the event loop uses the encoder.
 
     Args:
-        target: the target, with a tokenizer.
-        name: its name for clients.
+        name: the target's name for clients.
         max_length: tokens of a row. A text that cannot fit is refused before the text is tokenized.
         escape_special_tokens: read special tokens in clients' texts as plain text.
     """
@@ -31,20 +27,12 @@ class Encoder:
         self._is_escaped = escape_special_tokens
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, target.tokenizer.get_vocab()))
-        self._lock = asyncio.Lock()
-        self._failure: str | None = None  # of a template that fails for every conversation
-
-    async def start(self) -> None:
-        """Start the process, unless it runs; a short conversation shows whether the template works at all."""
-        try:
-            await self._exchange(_TRIAL)
-        except ForkError as error:
-            self._failure = self._told(error) if error.reason in _BROKEN else None
+        self._thread = ThreadPoolExecutor(1, "encoder")  # one text after the other
 
     async def close(self) -> None:
         """End the process, after the text that it encodes."""
-        async with self._lock:
-            await asyncio.to_thread(self._target.encoder.close)
+        await asyncio.to_thread(self._thread.shutdown)
+        self._target.encoder.close()
 
     async def encode(self, asked: str | Chat) -> list[int]:
         """Token ids of a text or a conversation.
@@ -58,21 +46,12 @@ class Encoder:
         if len(texts) > self._max_length or sum(map(len, texts)) > self._most_chars:
             message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        if self._failure is not None and not isinstance(asked, str):
-            raise ApiError(400, self._failure, param=param)
+        items = [[asked if isinstance(asked, str) else list(asked.messages), [], self._is_escaped]]
+        loop = asyncio.get_running_loop()
         try:
-            # Shielded: the process goes on with the text of a client that leaves, and the next client waits for it.
-            return await asyncio.shield(self._exchange(asked if isinstance(asked, str) else list(asked.messages)))
+            return list((await loop.run_in_executor(self._thread, self._target.encoder.map, items))[0])
         except ValueError as error:
             if isinstance(error, ForkError) and error.reason == "ended":
                 raise ApiError(503, "the tokenizer's process ended: try again later") from error
-            raise ApiError(400, self._told(error), param=param) from error
-
-    async def _exchange(self, asked: Any) -> list[int]:
-        async with self._lock:
-            found: list[list[int]] = await asyncio.to_thread(self._target.encoder.map, [[asked, [], self._is_escaped]])
-            return found[0]
-
-    def _told(self, error: ValueError) -> str:
-        """An error's text for clients, who need not know where the server keeps its models."""
-        return str(error).replace(self._target.name, self._name)
+            message = str(error).replace(self._target.name, self._name)  # no path of the server
+            raise ApiError(400, message, param=param) from error

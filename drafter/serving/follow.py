@@ -3,13 +3,10 @@
 import asyncio
 import logging
 import os
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 from drafter.engine.loading import load_drafter
 from drafter.engine.tuned import fingerprint_of_weights
-from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.serving.metrics import Metrics
 from drafter.serving.worker import Worker
@@ -17,19 +14,11 @@ from drafter.utils.io import first_line
 
 _log = logging.getLogger("drafter.serving")
 _POLL_SECONDS = 1.0
-_MOST_TRIES = 3  # loads of a folder that changes within every load
 _LOAD_SECONDS = 300.0
 
 
 class Follower:
-    """Loads the drafter again when its folder was replaced. Only the event loop uses the follower.
-
-    A drafter that does not load or does not fit leaves the old drafter in place.
-
-    Args:
-        name: folder or name of the drafter, as given to the server.
-        worker: the engine's thread.
-        metrics: counters of the server.
+    """Loads the drafter again when its folder was replaced; an error leaves the old drafter. For the event loop alone.
 
     Attributes:
         folder: the folder that is watched.
@@ -43,8 +32,6 @@ class Follower:
         self._metrics = metrics
         self._lock = asyncio.Lock()
         self._seen = self._stamp()
-        self._loading: Future[RecurrentDrafter] = Future()
-        self._loading.set_exception(ValueError("nothing was loaded yet"))
         drafter = worker.engine.drafter
         assert drafter is not None
         self._config = drafter.config
@@ -66,17 +53,19 @@ class Follower:
 
         Raises:
             ValueError: the drafter is damaged, belongs to another target, or does not fit the engine's settings; or
-                its folder changed within every load.
+                its folder changed within the load.
             OSError: the folder is gone or cannot be read, or the load took too long (TimeoutError).
         """
         async with self._lock:
-            for _ in range(_MOST_TRIES):
-                self._seen = self._stamp()
-                drafter = await self._load()
-                if self._seen == self._stamp():
-                    break  # else replaced within the load: files of two versions
-            else:
-                raise ValueError("the drafter's folder keeps changing: reload when its writer is done")
+            self._seen = self._stamp()
+            loading = asyncio.to_thread(load_drafter, self._name, self._worker.engine.target)
+            try:
+                drafter = await asyncio.wait_for(loading, _LOAD_SECONDS)
+            except TimeoutError as error:  # a read of a broken disk may never return
+                message = f"the drafter's files could not be read within {_LOAD_SECONDS:g} seconds"
+                raise TimeoutError(message) from error
+            if self._seen != self._stamp():
+                raise ValueError("the drafter's folder changed while it was read: reload when its writer is done")
             digest = await asyncio.to_thread(fingerprint_of_weights, drafter)
             if digest == self.digest and drafter.config == self._config:
                 return False
@@ -86,28 +75,6 @@ class Follower:
             self._metrics.drafter_swaps.inc()
             self._metrics.drafter.info({"digest": digest})
             return True
-
-    async def _load(self) -> RecurrentDrafter:
-        """Load in a thread that no end of the process waits for: a read of a broken disk may never return."""
-        if not self._loading.done():
-            raise TimeoutError("an earlier load of the drafter still hangs")
-        loading: Future[RecurrentDrafter] = Future()
-        self._loading = loading
-
-        def load() -> None:
-            try:
-                loading.set_result(load_drafter(self._name, self._worker.engine.target))
-            except BaseException as error:
-                loading.set_exception(error)
-
-        threading.Thread(target=load, name="reload", daemon=True).start()
-        try:
-            # Shielded: a cancelled future would hide that the thread still runs.
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(loading)), _LOAD_SECONDS)
-        except TimeoutError as error:
-            if loading.done():
-                raise
-            raise TimeoutError(f"the drafter's files could not be read within {_LOAD_SECONDS:g} seconds") from error
 
     def _stamp(self) -> list[tuple[int, int, int]] | None:
         """What tells one version of the folder from another; None while there is none."""

@@ -3,6 +3,7 @@
 import hmac
 import ipaddress
 from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -10,9 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import ApiError
-from drafter.serving.stream import CLOSED_BY_CLIENT, STATUS
 from drafter.utils.io import printable
 
+STATUS = "drafter.status"  # key of the ASGI scope: how a stream ended, after its status 200 was sent
+CLOSED_BY_CLIENT = 499  # no standard status; the client has left and reads none
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 _GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 _OUTCOME_OF = {401: "unauthorized", 429: "overloaded", 503: "overloaded", 504: "timed_out", CLOSED_BY_CLIENT: "hung_up"}
@@ -23,31 +25,14 @@ def respond(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
-def host_of(host: str) -> str:
-    """The host of ``host:port`` in lower case, without port and brackets."""
-    name = host.strip().lower()
-    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 class Guard:
     """ASGI middleware: checks the host of every request, key, type and size under ``/v1``, and counts outcomes.
 
     Args:
-        app: the application behind the guard.
         api_keys: a request needs one of these keys; without any, no request needs a key.
-        hosts: names of this server. A request for another name is refused: a page of any web site whose name leads to
-            this server's address reads the answers as its own. Numeric addresses pass, which no site can claim. None:
-            any name.
+        hosts: names of this server, in lower case. A request for another name is refused: a page of any web site whose
+            name leads to this server's address reads the answers as its own. None: any name.
         max_body_bytes: size limit. A larger body is refused before its end.
-        metrics: counters of the server.
     """
 
     def __init__(
@@ -92,8 +77,9 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope)
-            if int(Headers(scope=scope).get("content-length", 0)) > self._max_body_bytes:
+            headers = Headers(scope=scope)
+            self._check(scope, headers)
+            if int(headers.get("content-length", 0)) > self._max_body_bytes:
                 raise too_large  # before the body, which curl then keeps: a close with unread bytes loses the answer
         except ApiError as error:
             await respond(error)(scope, receive, watched)
@@ -105,12 +91,11 @@ class Guard:
                 other = "completed" if status < 400 else "refused" if status < 500 else "failed"
                 self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         """ApiError for another host or an ambiguous body; under ``/v1`` for a wrong key or another type of body."""
-        headers = Headers(scope=scope)
-        name = host_of(headers.get("host", ""))
-        if name and self._hosts is not None and name not in self._hosts and not _is_address(name):
-            message = f"this server is not {printable(name, 100)!r}: use its address, or set a key (--api-key)"
+        host = headers.get("host", "")
+        if not self._is_own(host):
+            message = f"this server is not {printable(host, 100)!r}: use its address, or set a key (--api-key)"
             raise ApiError(403, message, code="wrong_host", headers=_CLOSE)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy may find another end of the body, and read the rest as a further request.
@@ -129,3 +114,11 @@ class Guard:
         if scope["method"] == "POST" and content_type != "application/json":
             # A browser sends the forms of other web sites without asking; no form has this content type.
             raise ApiError(415, "the body must be JSON: send 'Content-Type: application/json'")
+
+    def _is_own(self, host: str) -> bool:
+        """Whether ``host:port`` is a name of this server or a numeric address, which no site can claim."""
+        try:
+            name = urlsplit(f"//{host}").hostname
+            return not name or self._hosts is None or name in self._hosts or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket as sockets
-from collections.abc import Iterator
 from dataclasses import replace
 
 import h11
@@ -18,9 +17,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import Server, create_app
-from drafter.serving.guard import respond
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
-from drafter.serving.protocol import ApiError
 from drafter.utils.io import first_line
 from drafter.utils.options import part_of
 
@@ -29,7 +26,7 @@ _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _WARM_UP_PROMPT = 40  # tokens: more than a step has, so that a long prompt meets no new kernel
 _LOOPBACK = ("127.", "::1", "localhost")
 _END_SECONDS = 20.0  # from the end of the drain to the end of the process, whatever its threads do
-REQUEST_SECONDS = 30  # from the start of a connection or the first byte of a request to the end of the request
+REQUEST_SECONDS = 30  # for a request to arrive
 
 
 def load_engine(options: ServeOptions) -> Engine:
@@ -46,27 +43,16 @@ def load_engine(options: ServeOptions) -> Engine:
     config = part_of(options, EngineConfig)
     config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
     engine = Engine(target, drafter, config, draft_model=draft_model)
-    num_slots = min(engine.plan.max_model_len or target.max_length, target.max_length) + engine.proposer.num_nodes
-    engine.reserve(num_slots)
-    warm_up(engine)
-    return engine
-
-
-def warm_up(engine: Engine) -> None:
-    """Generate short answers, so that kernels are loaded before the first client.
-
-    Raises:
-        ValueError: the engine failed.
-    """
-    plan, target = engine.plan, engine.target
-    room = (plan.max_model_len or target.max_length) - _WARM_UP.max_new_tokens
-    prompt = [0] * max(1, min(_WARM_UP_PROMPT, room))
+    length = min(engine.plan.max_model_len or target.max_length, target.max_length)
+    engine.reserve(length + engine.proposer.num_nodes)
+    prompt = [0] * max(1, min(_WARM_UP_PROMPT, length - _WARM_UP.max_new_tokens))
     try:
-        engine.generate([prompt], _WARM_UP)
+        engine.generate([prompt], _WARM_UP)  # kernels are loaded before the first client
     except Exception as error:
         message = f"the engine failed at its first tokens: {type(error).__name__}: {first_line(error)}"
         raise ValueError(message) from error
     engine.forget()
+    return engine
 
 
 def bind(host: str, port: int) -> sockets.socket:
@@ -110,7 +96,7 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     rows = f"{engine.plan.max_num_seqs} rows of {engine.plan.max_model_len} tokens"
     notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.plan.method})"
     try:
-        return asyncio.run(_serve(_Uvicorn(config, notice), socket, app.state.server, options.drain_seconds))
+        return asyncio.run(_serve(_Uvicorn(config), socket, notice, app.state.server, options.drain_seconds))
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -118,37 +104,29 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without its signal handlers, which would end the process by the signal instead of with code 0."""
 
-    def __init__(self, config: uvicorn.Config, notice: str) -> None:
-        super().__init__(config)
-        self._notice = notice
-
-    async def startup(self, sockets: list[sockets.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets=sockets)
-        _log.info("%s", self._notice)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
 
-async def _serve(server: _Uvicorn, socket: sockets.socket, app_server: Server, drain_seconds: float) -> int:
+async def _serve(
+    server: _Uvicorn, socket: sockets.socket, notice: str, app_server: Server, drain_seconds: float
+) -> int:
     worker = app_server.worker
     told = asyncio.Semaphore(0)  # a release for each signal
     async with app_server.running():
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told.release)
+        socket.listen()
+        _log.info("%s", notice)  # who started the server waits for this line
         serving = asyncio.create_task(server.serve(sockets=[socket]))
         first, second = (asyncio.create_task(told.acquire()) for _ in range(2))
         await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
         if first.done() and not worker.ended.done():
             _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
             worker.drain()
-            # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
-            faulthandler.dump_traceback_later(drain_seconds + _END_SECONDS, exit=True)
             server.should_exit = True
             # A second signal does not wait.
             await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+            # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
             faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
@@ -158,35 +136,25 @@ async def _serve(server: _Uvicorn, socket: sockets.socket, app_server: Server, d
 
 
 class ApiProtocol(H11Protocol):
-    """A connection that closes when a request does not arrive within ``REQUEST_SECONDS``."""
+    """A connection that closes where its next request does not arrive within ``REQUEST_SECONDS``."""
+
+    _clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first request."""
+        """Wait for the first request."""
         super().connection_made(transport)
-        self._clock = self.loop.call_later(REQUEST_SECONDS, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        """Read bytes; the clock runs from the first byte of a request to the last."""
-        self._run_clock()
-        super().data_received(data)
+        self._set_clock()
 
     def handle_events(self) -> None:
-        """Take what was read: bytes that just came, or that came during the request before."""
+        """Take what was read, and after each answer what waits."""
         super().handle_events()
-        if self.conn.their_state is h11.SEND_BODY:
-            self._run_clock()
-        elif self.conn.their_state is not h11.IDLE:
-            self._clock.cancel()
+        self._set_clock()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP, such as a wrong length of a chunk, in the API's form."""
-        response = respond(ApiError(400, msg))
-        headers = [*response.raw_headers, (b"connection", b"close")]
-        start = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _run_clock(self) -> None:
-        if self._clock.cancelled():
+    def _set_clock(self) -> None:
+        """The clock runs from a connection's start, or the end of an answer, to the last byte of the next request."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            if self._clock is not None:
+                self._clock.cancel()
+            self._clock = None
+        elif self._clock is None:
             self._clock = self.loop.call_later(REQUEST_SECONDS, self.transport.close)

@@ -1,8 +1,7 @@
 """Requests and errors of the OpenAI API, without torch.
 
-The server obeys the fields that the classes here declare, and ignores the fields of ``_IGNORED``. Any other field may
-ask for an answer that the engine does not offer: the server refuses such a field by name, unless its value asks for
-nothing.
+The server obeys the fields that the classes here declare, and ignores the fields of ``_IGNORED``. Any other field is
+refused by name, unless its value asks for nothing: the field may ask for an answer that the engine does not offer.
 """
 
 from collections.abc import Mapping
@@ -28,17 +27,14 @@ _IGNORED = {
     "prediction", "priority", "name", "annotations",
 }  # fmt: skip
 
-# Values that ask for nothing, beside null. A false or a 0 may ask for much: `add_special_tokens`, `repetition_penalty`.
+# Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`, `repetition_penalty`.
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "suffix": ("",),
-    "reasoning_content": ("",),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "mm_processor_kwargs"), ({},)),
-    **dict.fromkeys(("tools", "functions", "tool_calls", "documents", "bad_words"), ([],)),
     **dict.fromkeys(
         (
             "presence_penalty", "frequency_penalty", "min_tokens", "no_repeat_ngram_size", "mirostat", "n_probs",
@@ -59,15 +55,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(HTTPException):
-    """An error response.
-
-    Args:
-        status: HTTP status.
-        message: the mistake and its mend.
-        param: name of the wrong field, if a field is wrong.
-        code: short name for programs.
-        headers: HTTP headers of the response.
-    """
+    """An error response; ``message``: the mistake and its mend; ``param``: the wrong field; ``code``: for programs."""
 
     def __init__(
         self,
@@ -96,7 +84,7 @@ class ApiError(HTTPException):
 
 
 def _refusal(name: str, message: str, kind: str = "refused_parameter") -> PydanticCustomError:
-    """Pydantic's error for a field; ``{name}`` in the message is the field's name."""
+    """An error of a field, whose name replaces ``{name}`` in the message."""
     return PydanticCustomError(kind, message, {"name": printable(name, 100)})
 
 
@@ -110,7 +98,7 @@ class _Body(BaseModel):
             return data
         known = cls.model_fields.keys() | _IGNORED
         for name in data:
-            if name not in known and data[name] is not None and data[name] not in _NEUTRAL.get(name, ()):
+            if name not in known and data[name] not in (*_EMPTY, *_NEUTRAL.get(name, ())):
                 message = "'{name}' is not supported by this server: leave it out"
                 raise _refusal(name, message, "unsupported_parameter")
         return {name: value for name, value in data.items() if value is not None}  # null means the default
@@ -246,10 +234,8 @@ class CompletionRequest(Generation):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
 
 
 def error_of(errors: list[Any]) -> ApiError:

@@ -50,7 +50,6 @@ class Recorder:
     Args:
         folder: made for its owner alone, if missing.
         max_mib: limit of the folder's files of traffic, in MiB.
-        metrics: counters of the server.
 
     Raises:
         OSError: the folder cannot be made or written to.

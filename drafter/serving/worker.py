@@ -8,10 +8,8 @@ which the event loop makes text and entries.
 import asyncio
 import gc
 import logging
-import math
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -24,7 +22,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Update
 from drafter.engine.runner import is_out_of_memory
 from drafter.models.drafter import RecurrentDrafter
-from drafter.serving.answers import Answer, Choice, Step
+from drafter.serving.answers import Answer, Choice
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import TRY_LATER, ApiError
 from drafter.serving.record import Recorder, traffic_row
@@ -32,7 +30,6 @@ from drafter.serving.record import Recorder, traffic_row
 State = Literal["ready", "draining", "dead"]
 
 _log = logging.getLogger("drafter.serving")
-_LONGEST_RETRY = 600  # largest number of seconds in a Retry-After header
 
 
 class Worker:
@@ -41,7 +38,6 @@ class Worker:
     Args:
         engine: the engine; other threads may only call :meth:`Engine.make_request`.
         max_queue: texts that may wait for a row; the worker refuses further texts.
-        metrics: counters of the server.
         recorder: records the finished answers; None: no recording.
 
     Attributes:
@@ -61,7 +57,6 @@ class Worker:
         self._answers: set[Answer] = set()  # answers whose clients wait; event loop only
         self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
         self._is_stopping = False
-        self._durations: deque[float] = deque(maxlen=32)  # seconds of the last texts
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
@@ -96,8 +91,7 @@ class Worker:
             raise ApiError(400, message, param="n")
         if self.num_open + num_texts > self.capacity:
             message = "all rows are busy and the queue is full: try again later"
-            later = {"Retry-After": str(self._seconds_to_wait(num_texts))}
-            raise ApiError(429, message, code="queue_full", headers=later)
+            raise ApiError(429, message, code="queue_full", headers=TRY_LATER)
 
     def abandon(self, answer: Answer) -> None:
         """Give up an answer whose client has left, or has all texts. Its rows are free at the next step."""
@@ -112,7 +106,7 @@ class Worker:
             ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
             Exception: of the first steps with the drafter. The old drafter stays.
         """
-        done: Future[None] = Future()
+        done = Future[None]()
 
         def replace() -> None:
             try:
@@ -151,20 +145,14 @@ class Worker:
             error = ApiError(500, "the engine has ended by an error")
         self._fail(self._answers, error)
 
-    def _seconds_to_wait(self, num_texts: int) -> int:
-        """Estimated seconds until further texts get rows, from the durations of the last texts."""
-        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        num_rounds = (self.num_open + num_texts) / self.engine.plan.max_num_seqs - 1.0
-        return max(1, min(_LONGEST_RETRY, math.ceil(mean * num_rounds)))
-
-    def _deliver(self, steps: Sequence[Step]) -> None:
+    def _deliver(self, updates: Sequence[tuple[Choice, Update]]) -> None:
         """Make the entries of a step, for clients who wait."""
-        for step in steps:
-            answer = step.choice.answer
+        for choice, update in updates:
+            answer = choice.answer
             if answer not in self._answers:
                 continue
             try:
-                entry = step.choice.take(step)
+                entry = choice.take(update)
             except Exception as error:  # of a stranger's decoder: the other answers go on
                 _log.error("an answer's text failed", exc_info=error)
                 self._fail([answer], ApiError(500, "an internal error ended this answer"))
@@ -181,19 +169,15 @@ class Worker:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._obey()
+            if not self.engine.has_work:
+                self._commands.get()()  # waits
+            while not self._commands.empty():
+                self._commands.get()()
             if self.engine.has_work:
                 self._step()
             self._metrics.count_failed_drafts(self.engine.num_failed_drafts)
             self._metrics.active_rows.set(self.engine.num_running)
             self._metrics.queue_depth.set(self.engine.num_waiting)
-
-    def _obey(self) -> None:
-        """Carry out the waiting commands; wait for a command when the engine has no work."""
-        if not self.engine.has_work:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
 
     def _add(self, answer: Answer) -> None:
         for choice in answer.choices:
@@ -208,39 +192,26 @@ class Worker:
     def _step(self) -> None:
         started = time.perf_counter()
         try:
-            steps = [self._step_of(update) for update in self.engine.step()]
+            updates = [(self._choices[update.request.request_id], update) for update in self.engine.step()]
         except Exception as error:
-            # Any error of a step may fail only the requests of that step.
-            self._recover(error)
+            self._recover(error)  # whatever the error, the requests of this step alone fail
             return
         self._metrics.step_seconds.observe(time.perf_counter() - started)
-        if steps:
-            self._loop.call_soon_threadsafe(self._deliver, steps)
-
-    def _step_of(self, update: Update) -> Step:
-        """Count an update, and let a finished text go."""
-        request = update.request
-        choice = self._choices[request.request_id]
-        self._count(choice.answer.arrived, update)
-        if request.is_finished:
-            del self._choices[request.request_id]
-            if self._recorder is not None and choice.answer.body.record:
-                self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
-        drafted, reason = request.num_accepted[-1], request.finish_reason
-        return Step(choice, update.token_ids, drafted, reason, update.logprobs, update.tree)
+        for choice, update in updates:
+            self._count(choice.answer, update)
+        if updates:
+            self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _recover(self, error: Exception) -> None:
         """Fail the answers of a failed step, or their later half when memory ran out, and go on."""
         is_memory = is_out_of_memory(error)
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
+        _log.error("a step with %d rows failed; going on with %d", num_running, keep, exc_info=error)
+        failure = ApiError(500, "an internal error ended this answer")
         if is_memory:
-            _log.warning("out of memory with %d rows; going on with %d", num_running, keep, exc_info=error)
             message = "the server ran out of memory: try again later"
             failure = ApiError(503, message, code="out_of_memory", headers=TRY_LATER)
-        else:
-            _log.error("a step with %d rows failed", num_running, exc_info=error)
-            failure = ApiError(500, "an internal error ended this answer")
         self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
         dropped = {request.request_id for request in self.engine.drop(keep)}
         if not dropped:  # the step failed before any row changed: the waiting requests would fail the next step too
@@ -256,22 +227,25 @@ class Worker:
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
 
-    def _count(self, arrived: float, update: Update) -> None:
+    def _count(self, answer: Answer, update: Update) -> None:
+        """Count a step of a text, and let a finished text go."""
         metrics, request = self._metrics, update.request
         num_tokens = len(update.token_ids)
         metrics.target_forwards.inc()
         metrics.tokens.inc(num_tokens)
         metrics.tokens_per_step.observe(num_tokens)
-        metrics.drafted_tokens.inc(request.num_accepted[-1])
+        metrics.drafted_tokens.inc(update.num_accepted)
         now = time.perf_counter()
         if request.num_target_forwards == 1:
-            metrics.first_token_seconds.observe(now - arrived)
+            metrics.first_token_seconds.observe(now - answer.arrived)
             metrics.prompt_tokens.inc(len(request.prompt_ids))
             metrics.shared_tokens.inc(request.num_shared)
-        if request.finish_reason is not None:
-            metrics.answers.labels(request.finish_reason).inc()
-            metrics.answer_seconds.observe(now - arrived)
-            self._durations.append(request.seconds)
+        if update.finish_reason is not None:
+            metrics.answers.labels(update.finish_reason).inc()
+            metrics.answer_seconds.observe(now - answer.arrived)
             num_further = len(request.token_ids) - num_tokens
             if request.first_token is not None and num_further > 0:
                 metrics.token_seconds.observe((now - request.first_token) / num_further)
+            del self._choices[request.request_id]
+            if self._recorder is not None and answer.body.record:
+                self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))

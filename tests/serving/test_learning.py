@@ -147,7 +147,7 @@ def test_a_reload_of_another_config_takes_over(drafter: Path) -> None:
         assert [http.post(RELOAD, json={}).json()["replaced"] for _ in range(2)] == [True, False]
 
 
-def test_a_reload_of_a_folder_that_keeps_changing_ends(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_changes_within_a_reload_is_refused(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = follow.load_drafter
 
     def load_and_change(*args: Any) -> Any:
@@ -158,21 +158,16 @@ def test_a_reload_of_a_folder_that_keeps_changing_ends(drafter: Path, monkeypatc
     monkeypatch.setattr(follow, "load_drafter", load_and_change)
     with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http(timeout=20) as http:
         refused = http.post(RELOAD, json={})
-    assert refused.status_code == 409 and "keeps changing" in refused.json()["error"]["message"]
+    assert refused.status_code == 409 and "changed while" in refused.json()["error"]["message"]
 
 
-def test_a_load_that_hangs_ends_neither_reloads_nor_the_process(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_hangs_ends_the_reload(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(follow, "load_drafter", lambda *_: go_on.wait(60))
     monkeypatch.setattr(follow, "_LOAD_SECONDS", 0.1)
-    try:
-        with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http() as http:
-            texts = [http.post(RELOAD, json={}).json()["error"]["message"] for _ in range(2)]
-            (thread,) = [thread for thread in threading.enumerate() if thread.name == "reload"]
-            assert thread.daemon, "Python's end waits for other threads"
-    finally:
+    with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http() as http:
+        assert "within 0.1 seconds" in http.post(RELOAD, json={}).json()["error"]["message"]
         go_on.set()
-    assert "within 0.1 seconds" in texts[0] and "still hangs" in texts[1]
 
 
 def test_nobody_waits_for_a_drafter_when_the_engine_has_ended(drafter: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from drafter.engine.engine import Engine
 from drafter.serving import listen as listen_module
-from drafter.serving.listen import bind, listen, load_engine, warm_up
+from drafter.serving.listen import bind, listen, load_engine
 from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, is_ready
 from tests.serving.test_limits import CHAT, slow_engine
@@ -102,13 +102,6 @@ def test_a_server_without_its_engine_ends_with_code_one() -> None:
     assert answers == [500]
 
 
-def test_an_engine_that_cannot_make_a_token_is_no_server() -> None:
-    engine = tiny_engine()
-    break_for_good(engine)
-    with pytest.raises(ValueError, match="first tokens: RuntimeError: broken"):
-        warm_up(engine)
-
-
 def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is loaded, because the variable is read once; a user's own value stays."""
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -124,13 +117,19 @@ def test_the_process_of_the_templates_starts_before_the_cache_is_there(
 ) -> None:
     """A fork keeps the pages of a cache that it shares, once the server writes to them."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    reserve = Engine.reserve
-    forks: list[int] = []
-    monkeypatch.setattr(
-        Engine, "reserve", lambda self, size: (forks.append(self.target.encoder._child), reserve(self, size))[1]
-    )
-    load_engine(ServeOptions(target=make_target(tmp_path), device="cpu", max_model_len=64)).target.encoder.close()
+    reserve, forks = Engine.reserve, list[int]()
+
+    def reserved(engine: Engine, num_slots: int) -> None:
+        forks.append(engine.target.encoder._child)
+        reserve(engine, num_slots)
+
+    monkeypatch.setattr(Engine, "reserve", reserved)
+    options = ServeOptions(target=make_target(tmp_path), device="cpu", max_model_len=64)
+    load_engine(options).target.encoder.close()
     assert forks[0] > 0
+    monkeypatch.setattr(Engine, "step", lambda _: 1 / 0)
+    with pytest.raises(ValueError, match="first tokens: ZeroDivisionError"):
+        load_engine(options)
 
 
 def test_the_notice_comes_when_the_socket_listens(monkeypatch: pytest.MonkeyPatch) -> None:

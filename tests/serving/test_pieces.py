@@ -9,8 +9,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from drafter.decoding.params import SamplingParams
-from drafter.engine.request import IncrementalText, Request
-from drafter.serving.answers import Answer, Model, Step
+from drafter.engine.request import IncrementalText, Request, Update
+from drafter.serving.answers import Answer, Model
 from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer
 from tests.engine.test_text import encode as ids
@@ -32,7 +32,8 @@ def run(
     for emitted in steps:
         if request.is_finished:
             break
-        entry = choice.take(Step(choice, request.extend(emitted), request.num_accepted[-1], request.finish_reason))
+        tokens = request.extend(emitted)
+        entry = choice.take(Update(request, tokens, request.num_accepted[-1], request.finish_reason))
         released.append(("", []) if entry is None else (entry["text"], entry["details"]["tokens"]))
     return released
 
