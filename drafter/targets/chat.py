@@ -203,6 +203,8 @@ class Fork:
         raise ForkError(f"{self._what} {reason}", "limit" if is_late else "ended")
 
     def __del__(self) -> None:
+        if contextlib is None:  # Python ends and has cleared this module; the fork ends with its pipe
+            return
         with contextlib.suppress(KeyboardInterrupt):  # which Python forgets here, after a trace on the screen
             self.close()
 
