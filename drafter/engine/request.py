@@ -29,26 +29,22 @@ def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) ->
     """
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int)):
         raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
-    chats = [_chat_of(prompt, raw=raw) for prompt in prompts]
-    present = [chat for chat in chats if chat is not None]
-    rendered = iter(target.encode_chats(present) if present else [])
-    encoded = []
-    for prompt, chat in zip(prompts, chats, strict=True):
-        if chat is not None:
-            encoded.append(next(rendered))
+    encoded: dict[int, list[int]] = {}
+    chats: dict[int, Chat] = {}
+    for place, prompt in enumerate(prompts):
+        if isinstance(prompt, str) and raw:
+            encoded[place] = target.encode(prompt)
+        elif isinstance(prompt, str):
+            chats[place] = Chat([{"role": "user", "content": prompt}])
+        elif messages := [item for item in prompt if isinstance(item, Mapping)]:
+            if len(messages) < len(prompt):
+                raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
+            chats[place] = Chat(messages)
         else:
-            encoded.append(target.encode(prompt) if isinstance(prompt, str) else list(map(_token_id, prompt)))
-    return encoded
-
-
-def _chat_of(prompt: Prompt, *, raw: bool) -> Chat | None:
-    """The conversation of a prompt; None for raw text and token ids."""
-    if isinstance(prompt, str):
-        return None if raw else Chat([{"role": "user", "content": prompt}])
-    messages = [item for item in prompt if isinstance(item, Mapping)]
-    if messages and len(messages) < len(prompt):
-        raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
-    return Chat(messages) if messages else None
+            encoded[place] = list(map(_token_id, prompt))
+    if chats:
+        encoded |= zip(chats, target.encode_chats(list(chats.values())), strict=True)
+    return [encoded[place] for place in range(len(prompts))]
 
 
 def _token_id(token: object) -> int:
