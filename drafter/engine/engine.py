@@ -27,7 +27,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
-_MOST_VAIN_STEPS = 256  # of a row, without an accepted token: nearly all drafters have one within ten
+_MOST_VAIN_STEPS = 256  # a row's steps without an accepted token; nearly all drafters have one within ten
 _NO_OPTIONS = RequestOptions()
 
 

@@ -10,7 +10,7 @@ import torch
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
-_MOST_GRAPHS = 64  # of one owner
+_MOST_GRAPHS = 64  # an owner has no more
 T = TypeVar("T")
 
 

@@ -35,9 +35,9 @@ from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
-_NO_PARAMS = SamplingParams()  # of rows without a request
-_WARM_PARAMS = (_NO_PARAMS, SamplingParams(temperature=1.0))  # of the steps that a warm-up records
-_BYTES = 22  # that the host tells the device of a row: an int64, three float32, two flags
+_NO_PARAMS = SamplingParams()  # rows without a request have these
+_WARM_PARAMS = (_NO_PARAMS, SamplingParams(temperature=1.0))  # a warm-up records steps with these
+_BYTES = 22  # the host's message about a row: an int64, three float32, two flags
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
 
 

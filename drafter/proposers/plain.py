@@ -23,13 +23,13 @@ class PlainDrafting(Drafting):
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
-        """One node."""
+        """A tree of one node, whatever was given."""
         return cls()
 
     def build(self, target: Any, drafter: Any, draft_model: Any) -> Proposer:
-        """Roots alone."""
+        """The proposer whose trees are their roots."""
         return RootOnly(self.tree_size)
 
     def describe(self) -> str:
-        """Nothing to say."""
+        """No text: plain decoding has no numbers."""
         return ""

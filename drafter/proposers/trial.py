@@ -12,7 +12,7 @@ from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 
 _TEXTS = ("Why is the sea salty?", "def add(a, b):\n    return a + b\n", "1 2 3 4 5 6 7 8 9 10")
-_MOST_TOKENS = 16  # of a text
+_MOST_TOKENS = 16  # a text is cut here
 
 
 @torch.inference_mode()
