@@ -19,7 +19,7 @@ from drafter.serving.app import create_app
 from drafter.serving.options import ServeOptions
 from drafter.serving.record import traffic_files
 from drafter.utils.io import replacing
-from tests.serving.live import MODEL, Live, live_server, offline
+from tests.serving.live import MODEL, Live, live_server, offline, wait_until
 from tests.serving.test_limits import BODY, CHAT, LONG, key
 from tests.serving.test_record import rows_of
 from tests.serving.tiny import break_for_good, failing_once, tiny_drafter, tiny_engine
@@ -31,11 +31,8 @@ def test_finished_answers_are_recorded_unless_the_client_objects(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "new" / "traffic"
-    with (
-        caplog.at_level(logging.INFO, "drafter.serving"),
-        live_server(record=folder, record_max_mib=5) as server,
-        server.http() as http,
-    ):
+    caplog.set_level(logging.INFO, "drafter.serving")
+    with live_server(record=folder, record_max_mib=5) as server, server.http() as http:
         assert server.metric("is_recording") == 1 and "at most 5 MiB" in caplog.text
         plain = http.post(CHAT, json=BODY | {"temperature": 0.7, "seed": 3, "stop": "secret", "user": "me"})
         http.post(CHAT, json=BODY | {"n": 2, "stream": True})
@@ -100,7 +97,7 @@ def test_answers_go_on_while_drafters_take_over(following: Live, drafter: Path) 
         for number in range(3):
             asking = [pool.submit(ask, item) for item in range(6)]
             write_drafter(drafter, 20 + number)
-            following.wait_until(lambda number=number: following.metric("drafter_swaps_total") == number + 1)
+            wait_until(lambda number=number: following.metric("drafter_swaps_total") == number + 1)
             assert [item.result(60) for item in asking] == wanted
     assert digest_of(following) != first and following.metric("failed_steps_total", cause="error") == 0
 
@@ -112,14 +109,14 @@ def test_a_folder_that_does_not_load_leaves_the_old_drafter(
     new = drafter.with_name("new")
     new.write_text("{")
     new.replace(drafter / "config.json")
-    following.wait_until(lambda: "the old drafter stays" in caplog.text)
+    wait_until(lambda: "the old drafter stays" in caplog.text)
     time.sleep(0.1)
     assert len(caplog.records) == 1 and "cannot be read" in caplog.text and str(drafter) in caplog.text
     with following.http() as http:
         assert http.post(RELOAD, json={}).status_code == 409
         assert digest_of(following) == first and http.post(CHAT, json=BODY).status_code == 200
     write_drafter(drafter, 10)
-    following.wait_until(lambda: following.metric("drafter_swaps_total") == 1)
+    wait_until(lambda: following.metric("drafter_swaps_total") == 1)
     assert digest_of(following) != first
 
 
@@ -183,19 +180,10 @@ def test_a_server_without_a_drafter_has_nothing_to_reload_or_follow(idle: Live) 
         create_app(tiny_engine(), ServeOptions(target=MODEL, drafter="a/hub-id", follow=True))
 
 
-def test_drafts_that_fail_are_counted_and_an_extreme_drafter_is_refused(drafter: Path) -> None:
+def test_drafts_that_fail_are_counted() -> None:
     engine = tiny_engine()
     engine.proposer.draft = failing_once(engine.proposer.draft, RuntimeError("a product refuses NaN"))
-    with live_server(engine, drafter=str(drafter)) as server, server.http() as http:
-        found = http.post(CHAT, json=BODY)
-        wanted = offline(BODY["messages"], max_new_tokens=BODY["max_tokens"]).text
-        assert found.json()["choices"][0]["message"]["content"] == wanted
+    with live_server(engine) as server, server.http() as http:
+        found = http.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"]
+        assert found == offline(BODY["messages"], max_new_tokens=BODY["max_tokens"]).text
         assert server.metric("failed_drafts_total") == 1 and server.metric("failed_steps_total", cause="error") == 0
-        with replacing(drafter) as new:
-            extreme = RecurrentDrafter(tiny_drafter().config)
-            for weight in extreme.parameters():
-                weight.data.uniform_(-1e20, 1e20)
-            extreme.save_pretrained(new)
-        refused = http.post(RELOAD, json={})
-        assert refused.status_code == 409 and "not finite" in refused.json()["error"]["message"]
-        assert http.post(CHAT, json=BODY).status_code == 200

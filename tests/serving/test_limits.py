@@ -15,7 +15,7 @@ import torch
 
 from drafter.engine.engine import Engine
 from drafter.serving import listen
-from tests.serving.live import MODEL, Live, live_server, offline
+from tests.serving.live import MODEL, Live, live_server, offline, wait_until
 from tests.serving.tiny import failing_once, tiny_engine
 
 CHAT = "/v1/chat/completions"
@@ -97,7 +97,7 @@ def test_pages_of_other_sites(strict: Live, live: Live) -> None:
 
 
 def test_full_queue(strict: Live) -> None:
-    create = strict.new_client(api_key="first-key").chat.completions.create
+    create = strict.client.chat.completions.create
     long: dict[str, Any] = BODY | {"max_tokens": 230, "extra_body": {"ignore_eos": True}}
     streams = [create(**long, stream=True) for _ in range(3)]
     with pytest.raises(openai.RateLimitError) as caught:
@@ -116,12 +116,12 @@ def test_hang_ups_free_their_rows(strict: Live, is_stream: bool) -> None:
     head = POST + f"Authorization: Bearer first-key\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     whole = head.replace(b"completions", b"chat/completions") + body
     sockets = [connect(strict, whole) for _ in range(3)]  # two run, one waits
-    strict.wait_until(lambda: strict.metric("active_rows") == 2 and strict.metric("queue_depth") == 1)
+    wait_until(lambda: strict.metric("active_rows") == 2 and strict.metric("queue_depth") == 1)
     sockets.append(connect(strict, whole[:-1]))
     for connection in sockets:
         connection.close()
     strict.wait_until_idle()
-    strict.wait_until(lambda: strict.metric("requests_total", outcome="hung_up") == before + 4)
+    wait_until(lambda: strict.metric("requests_total", outcome="hung_up") == before + 4)
     num_tokens = strict.metric("generated_tokens_total")
     time.sleep(0.05)
     assert strict.metric("generated_tokens_total") == num_tokens
@@ -172,7 +172,7 @@ def test_out_of_memory_sheds_the_latest_half(error: Exception) -> None:
     with live_server(engine) as server, server.http() as http, ThreadPoolExecutor(6) as pool:
         for number in range(6):
             asking.append(pool.submit(http.post, "/v1/completions", json=body | {"prompt": f"call {number}"}))
-            server.wait_until(lambda: server.server.worker.num_open == len(asking))
+            wait_until(lambda: server.server.worker.num_open == len(asking))
         all_wait.set()
         answers = [item.result(60) for item in asking]
         assert [answer.status_code for answer in answers] == [200, 200, 503, 503, 200, 200]
