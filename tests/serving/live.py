@@ -22,6 +22,14 @@ from tests.serving.tiny import tiny_engine
 MODEL = "tiny"
 
 
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    """Until it is true; AssertionError when it stays false."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
 @dataclass
 class Live:
     """A running server: its root and its insides."""
@@ -32,29 +40,17 @@ class Live:
     @cached_property
     def client(self) -> openai.OpenAI:
         """One for all: making one takes longer than most answers."""
-        return self.new_client()
-
-    def new_client(self, **options: Any) -> openai.OpenAI:
-        fields = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
-        return openai.OpenAI(base_url=self.url + "/v1", **fields)
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="first-key", max_retries=0, timeout=60)
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, **({"timeout": 60} | options))
 
     def metric(self, name: str, **labels: str) -> float:
-        value = self.server.metrics.registry.get_sample_value(f"drafter_{name}", labels)
-        return 0.0 if value is None else value
-
-    def wait_until(self, condition: Any, seconds: float = 60.0) -> None:
-        """Until it is true; AssertionError when it stays false."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.005)
+        return self.server.metrics.registry.get_sample_value(f"drafter_{name}", labels) or 0.0
 
     def wait_until_idle(self) -> None:
         """No open answers, no rows in use."""
-        self.wait_until(lambda: self.server.worker.num_open == 0 and self.metric("active_rows") == 0)
+        wait_until(lambda: self.server.worker.num_open == 0 and self.metric("active_rows") == 0)
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def live_server(engine: Engine | None = None, **options: Any) -> Iterator[Live]:
     thread.start()
     try:
         live = Live("", app.state.server)
-        live.wait_until(lambda: server.started and live.server.worker.state == "ready", 120)
+        wait_until(lambda: server.started and live.server.worker.state == "ready", 120)
         port = server.servers[0].sockets[0].getsockname()[1]
         live.url = f"http://127.0.0.1:{port}"
         yield live

@@ -122,13 +122,11 @@ def test_logprobs(idle: Live) -> None:
     streamed = [item for chunk in chunks for item in chunk.choices[0].logprobs.content]
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     wanted = offline(MESSAGES, ignore_eos=True, **sampling)
-    assert "\ufffd" in text or "".join(item.token for item in streamed).replace(END, "") == text
     assert choice.message.content == text and len(wanted.token_ids) == 24
     with torch.no_grad():
         logits_TV = tiny_target().model(torch.tensor([[*wanted.prompt_ids, *wanted.token_ids]])).logits[0]
     logprob_TV = logits_TV.log_softmax(-1)[len(wanted.prompt_ids) - 1 :]
     for content in (choice.logprobs.content, streamed):
-        assert all(bytes(item.bytes).decode(errors="replace") == item.token for item in content)
         joined = b"".join(bytes(item.bytes) for item in content).decode(errors="replace")
         assert joined.replace(END, "") == text, "also where a character has several tokens"
         for place, (token, item) in enumerate(zip(wanted.token_ids, content, strict=True)):
@@ -173,9 +171,6 @@ def test_repeated_prompt_counts_cached_tokens(idle: Live) -> None:
 
 def test_what_the_client_makes_of_refusals(idle: Live) -> None:
     assert [model.id for model in idle.client.models.list()] == [MODEL]
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(idle, messages=[{"role": "wizard", "content": "x"}])
-    assert caught.value.param == "messages[0].role" and caught.value.type == "invalid_request_error"
     refused: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "word " * 200}, "'context_length_exceeded'"),
         ({"prompt": "word " * 200, "stream": True}, "'context_length_exceeded'"),

@@ -57,18 +57,14 @@ def test_unfinished_character_at_the_end_shows_as_the_decoder_shows_it() -> None
 @pytest.mark.parametrize("seed", range(10))
 def test_text_and_pieces_agree_however_the_steps_are_cut(seed: int) -> None:
     chance = random.Random(seed)
-    text = "".join(
-        chance.choice(["a", "the", " and", "\u20ac", "\U0001f600", "E", "EN", "END", "\n"]) for _ in range(30)
-    )
+    text = "".join(chance.choices(["a", "the", " and", "\u20ac", "\U0001f600", "E", "EN", "END", "\n"], k=30))
     stop = ((), ("END", "\u20ac\u20ac"), ("he",))[seed % 3]  # the last cuts a token
-    tokens = ids(text)
-    steps = []
+    tokens, steps = ids(text), []
     while tokens:
         size = chance.randint(1, 5)
         steps.append(tokens[:size])
         tokens = tokens[size:]
-    cuts = [place for place in (text.find(item) for item in stop) if place >= 0]
-    wanted = text[: min(cuts)] if cuts else text
+    wanted = text[: min((place for place in map(text.find, stop) if place >= 0), default=None)]
     shown_text = shown_pieces = ""
     for fresh, pieces in run([*steps, [EOS]], stop=stop, limit=1000):
         shown_text += fresh
@@ -81,37 +77,28 @@ def test_text_and_pieces_agree_however_the_steps_are_cut(seed: int) -> None:
 def test_names_of_tokens() -> None:
     names = Model("m", "f", TOKENIZER)
     raw = "naive, \n\x00 the and"
-    assert "".join(names.name_of(token) for token in ids(raw)) == raw
+    assert "".join(map(names.name_of, ids(raw))) == raw
     assert names.name_of(TOKENIZER.convert_tokens_to_ids("\u0120the")) == " the"
     assert names.name_of(ids("\u20ac")[0]) == "\ufffd"
     assert names.name_of(EOS) == TOKENIZER.eos_token
     assert names.name_of(10**6) == "", "an id that the tokenizer does not know"
-
-
-def test_names_of_sentence_pieces() -> None:
-    """The decoder of a SentencePiece tokenizer strips the space of a first word."""
+    # The decoder of a SentencePiece tokenizer strips the space of a first word.
     pieces = ["\u2581the", "er", "\u2581", "\u2581a"]
     tokenizer = Mock(return_value={"input_ids": [3]})
     tokenizer.decode = lambda ids, **_: "".join(map(pieces.__getitem__, ids)).replace("\u2581", " ").removeprefix(" ")
-    names = Model("m", "f", tokenizer)
-    assert [names.name_of(token) for token in range(3)] == [" the", "er", " "]
+    assert list(map(Model("m", "f", tokenizer).name_of, range(3))) == [" the", "er", " "]
 
 
 @pytest.mark.parametrize("is_byte_level", [True, False])
 def test_the_bytes_of_tokens_are_the_bytes_of_the_text(is_byte_level: bool) -> None:
     """Characters in several tokens, of both kinds of tokenizers, and the replacement character itself."""
-    text = "naïve 海 🧂\ufffd"
-    if is_byte_level:
-        tokenizer = TOKENIZER
-        token_ids = ids(text)
-    else:
+    text, tokenizer = "naïve 海 🧂\ufffd", TOKENIZER
+    if not is_byte_level:
         vocab = {"a": 0, "\ufffd": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
         backend = Tokenizer(BPE(vocab, [], byte_fallback=True))
         backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-        token_ids = [
-            id_ for char in text for id_ in ([1] if char == "\ufffd" else [2 + byte for byte in char.encode()])
-        ]
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     model = Model("m", "fp", tokenizer)
     assert len(token_ids) > len(text)
-    assert bytes(byte for token_id in token_ids for byte in model.bytes_of(token_id)).decode() == text
+    assert b"".join(bytes(model.bytes_of(token_id)) for token_id in token_ids).decode() == text

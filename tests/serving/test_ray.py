@@ -1,7 +1,5 @@
 """Ray Serve: arguments are checked; and two replicas, one of which is killed, answer two hundred requests right."""
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from drafter.serving.ray_app import deployment_of, read_args
 from tests.data.tiny import save_target
-from tests.serving.live import offline
+from tests.serving.live import offline, wait_until
 from tests.serving.tiny import tiny_target
 from tests.tiny_files import make_drafter
 
@@ -64,27 +62,18 @@ def test_a_cluster_streams_and_a_killed_replica_costs_no_answer(cluster: str) ->
 
     before = replicas()
     assert len(before) == 2
-    done = threading.Semaphore(0)
     # Sends a request again after an error of the connection, 429 and 5xx, with growing pauses.
-    client = openai.OpenAI(base_url=f"{cluster}/v1", api_key="none", max_retries=12, timeout=60)
-
-    def run(number: int) -> str:
-        text = client.completions.create(**body_of(number)).choices[0].text
-        done.release()
-        return text
-
+    create = openai.OpenAI(base_url=f"{cluster}/v1", api_key="none", max_retries=12, timeout=60).completions.create
     assert httpx.get(f"{cluster}/ready").json() == {"status": "ready"}
     assert httpx.get(f"{cluster}/v1/models").json()["data"][0]["id"] == "tiny"
     assert "drafter_" in httpx.get(f"{cluster}/metrics").text
-    create = client.completions.create
     streamed = "".join(chunk.choices[0].text for chunk in create(**body_of(1), stream=True))
     assert streamed == create(**body_of(1)).choices[0].text != ""
     with ThreadPoolExecutor(16) as pool:
-        futures = [pool.submit(run, number) for number in range(NUM_REQUESTS)]
-        for _ in range(NUM_REQUESTS // 4):
-            assert done.acquire(timeout=120)
+        futures = [pool.submit(create, **body_of(number)) for number in range(NUM_REQUESTS)]
+        futures[NUM_REQUESTS // 4].result(timeout=120)
         ray.kill(ray.get_actor(before[0], namespace="serve"), no_restart=True)
-        results = [future.result(timeout=240) for future in futures]
+        results = [future.result(timeout=240).choices[0].text for future in futures]
     bodies = [body_of(number) for number in range(40)]
     wanted = [offline(b["prompt"], temperature=b["temperature"], seed=b["seed"]).text for b in bodies]
     assert results == [wanted[number % 40] for number in range(NUM_REQUESTS)]
@@ -93,7 +82,4 @@ def test_a_cluster_streams_and_a_killed_replica_costs_no_answer(cluster: str) ->
         is_replaced = len(replicas()) == 2 and before[0] not in replicas()
         return is_replaced and serve.status().applications["drafter"].status == "RUNNING"
 
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not is_whole_again():
-        time.sleep(0.5)
-    assert is_whole_again(), "the killed replica is replaced"
+    wait_until(is_whole_again, 120)

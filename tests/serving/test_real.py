@@ -20,15 +20,12 @@ from tests.serving.live import is_ready
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAME = "smollm2-135m"
-ASK: dict[str, Any] = {
-    "model": NAME,
-    "messages": [{"role": "user", "content": "Why is the sea salty? Answer in two sentences."}],
-}
 
 
 def test_client_streams_the_targets_own_answer(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Why is the sea salty? Answer in two sentences."}]
     engine = Engine(load_target(str(fetch(NAME)), dtype="float32", device="cpu"), config=EngineConfig(method="none"))
-    wanted = engine.generate([ASK["messages"]], SamplingParams(max_new_tokens=64))[0].text
+    wanted = engine.generate([messages], SamplingParams(max_new_tokens=64))[0].text
     with bind("127.0.0.1", 0) as socket:  # a free port
         port = str(socket.getsockname()[1])
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
@@ -41,9 +38,9 @@ def test_client_streams_the_targets_own_answer(tmp_path: Path) -> None:
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.5)
             client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
-            create = client.chat.completions.create
-            extra = {"extra_body": {"details": True}}
-            choices = [chunk.choices[0] for chunk in create(**ASK, temperature=0, max_tokens=64, stream=True, **extra)]
+            body: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 64}
+            chunks = client.chat.completions.create(**body, stream=True, extra_body={"details": True})
+            choices = [chunk.choices[0] for chunk in chunks]
         finally:
             server.terminate()
     assert server.returncode == 0, "the server ends as told"
