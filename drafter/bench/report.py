@@ -5,7 +5,7 @@ Figures are medians over rounds, and ratios over plain decoding within a round.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from drafter.bench.results import BenchRecord
 from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
-_TITLE = "# Benchmark results\n"
 _PACKAGES = ("torch", "transformers", "llama-cpp-python", "vllm")
 _LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights
 
@@ -146,7 +145,7 @@ def _ratios(rounds: Sequence[BenchRecord], base: Sequence[BenchRecord], category
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, and a section for each prompt set and sampling."""
-    sections = [_TITLE, _provenance(records)]
+    sections = ["# Benchmark results\n", _provenance(records)]
     for methods in summarise(records):
         run = methods[0].rounds[0]
         sections += [f"## {run['prompts']['name']}, {sampling_of(run)}\n", _about(methods), _main_table(methods)]
@@ -154,12 +153,6 @@ def report(records: Sequence[BenchRecord]) -> str:
         sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
         sections += _category_table(methods)
     return "\n".join(sections)
-
-
-def is_report(path: Path) -> bool:
-    """Whether a file is a report that this module made."""
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        return stream.readline() == _TITLE
 
 
 def _provenance(records: Sequence[BenchRecord]) -> str:

@@ -1,13 +1,10 @@
-"""Results files, the report's bytes, and the pictures; the records are those of docs/results, some changed."""
+"""Results files, and the report's bytes; the records are those of docs/results, some changed."""
 
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
 
-from drafter.bench.plots import draw_all
 from drafter.bench.report import report, sampling_of, summarise
 from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results, spread
 
@@ -75,7 +72,7 @@ def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
     assert len(labels(first, first | {"tuned_digest": "1" * 16}, first | {"drafter": "other"}, {})) == 4
 
 
-def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
+def test_seeds_are_corners_of_their_own() -> None:
     records = [run(method, rate=rate * seed, seed=seed, temperature=1.0)
                for seed in (3, 7) for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
     tables = summarise(records)
@@ -83,8 +80,6 @@ def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
     for _, lookup in tables:
         assert len(lookup.rounds) == 1 and (lookup.speedup or (0,))[0] == pytest.approx(2.0)
     assert "## prompts-mtbench, temperature 1, seed 3\n" in report(records)
-    names = {path.stem for path in draw_all(tables, tmp_path)}
-    assert names == {f"speedup-prompts-mtbench-t1-seed{seed}" for seed in (3, 7)}
 
 
 def test_runs_of_no_time_and_of_other_categories_have_a_report() -> None:
@@ -131,18 +126,3 @@ def test_resuming_drops_a_line_cut_by_a_crash_and_leaves_other_files_as_they_are
         with pytest.raises(ValueError, match=reason):
             resume_results(path)
         assert path.read_bytes() == other
-
-
-def test_a_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
-    path, *_ = draw_all(summarise(PEERS), tmp_path)
-    assert path.stem == f"speedup-{PLAIN['prompts']['name']}-t0"
-    with Image.open(path) as image:
-        assert 500 < image.width < 1800 and 300 < image.height < 2000, image.size
-    text = "".join(ElementTree.parse(path.with_suffix(".svg")).getroot().itertext())
-    for shown in ("Speed over plain decoding", "llama-cpp:BF16", "all prompts", "humanities"):
-        assert shown in text
-    many = [run(f"drafter:W{width}", rate=float(width)) for width in range(1, 10)]
-    (path,) = draw_all(summarise([run("none", rate=1.0), *many]), tmp_path)
-    text = path.with_suffix(".svg").read_text()
-    assert "the 7 fastest of 9 methods" in text and ">drafter:W9<" in text and ">drafter:W2<" not in text
-    assert draw_all(summarise(many), tmp_path) == [], "no baseline"

@@ -29,7 +29,7 @@ for name in COMMANDS:
     assert main([*name.split(), "--help"]) == 0, name
 import drafter.engine.scheduler, drafter.engine.request, drafter.serving.protocol
 import drafter.bench.workload, drafter.bench.results, drafter.bench.report
-heavy = {"torch", "transformers", "lightning", "datasets", "numpy", "matplotlib"} & set(sys.modules)
+heavy = {"torch", "transformers", "lightning", "datasets", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 """
 
