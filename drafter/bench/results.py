@@ -41,7 +41,7 @@ _Run = TypedDict("_Run", {
     "temperature": FiniteFloat, "max_new_tokens": _Int, "seed": NotRequired[_Int], "device": str,
     "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
     "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
-    "num_tokens": _Int, "num_forwards": _Int, "acceptance": NotRequired[Annotated[list[_Int], FailFast()]],
+    "num_tokens": _Int, "num_forwards": _Int,
     "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
     "identical": NotRequired[_Identical],
 })  # fmt: skip

@@ -66,11 +66,7 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
         assert sum(part["num_tokens"] for part in parts.values()) == record["num_tokens"]
     plain, drafted, _, peer = records[:4]
     assert plain["num_forwards"] == plain["num_tokens"] == peer["num_tokens"] == peer["num_forwards"]
-    assert plain["acceptance"] == [plain["num_tokens"]] and "acceptance" not in peer
-    kept = sum(depth * count for depth, count in enumerate(drafted["acceptance"]))
-    assert sum(drafted["acceptance"]) == drafted["num_forwards"] < drafted["num_tokens"]
-    # A step gives what it kept and one token more; the last step of an answer may be cut.
-    assert 0 <= drafted["num_forwards"] + kept - drafted["num_tokens"] <= 4
+    assert drafted["num_forwards"] < drafted["num_tokens"]
 
 
 def test_batches_and_temperatures_are_points_of_a_grid(
