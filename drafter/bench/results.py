@@ -4,9 +4,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, NotRequired
 
 from pydantic import FailFast, Field, FiniteFloat
@@ -64,13 +63,10 @@ def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
         FileNotFoundError: no such file.
         ValueError: a broken line, another schema, a record that lacks a key, or no records at all; with file and line.
     """
-    records = []
-    for path in paths:
-        found = _records_of(path)
-        if not found:
-            raise ValueError(f"{path} holds no results")
-        records += found
-    return records
+    found = [(path, _records_of(path)) for path in paths]
+    if empty := [path for path, records in found if not records]:
+        raise ValueError(f"{empty[0]} holds no results")
+    return [record for _, records in found for record in records]
 
 
 def resume_results(path: Path) -> list[BenchRecord]:
@@ -103,14 +99,3 @@ def _records_of(path: Path, *, skip_torn: bool = False) -> list[BenchRecord]:
         for part in (_Run, _MadeBy):
             validated(part, records[-1], where, strict=True)
     return records
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and 95th and 99th percentile by nearest rank, as records hold them; zeros of no values.
-
-    Of 1, 2, 3, 4 the median is 2.5 and the 95th percentile 4.
-    """
-    import numpy
-
-    p95, p99 = numpy.quantile(values or [0.0], (0.95, 0.99), method="inverted_cdf").tolist()
-    return {"median": round(median(values or [0.0]), 6), "p95": round(p95, 6), "p99": round(p99, 6)}

@@ -9,13 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
 from drafter.bench.backends import Backend, EngineBackend, TimedAnswer, TransformersBackend, start_peer
 from drafter.bench.measure import compare, peak_memory
-from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
+from drafter.bench.results import BenchRecord, append_result, resume_results, run_id
 from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, parse_method
 from drafter.bench.workload import Workload
 from drafter.decoding.params import SamplingParams
@@ -183,8 +184,8 @@ class _Point:
             "settings": used,
             **_sums(answers),
             "by_category": {name: self._sums_of(own) for name, own in by_category.items()},
-            "first_token_seconds": spread([answer.first_token_seconds for answer in answers]),
-            "latency_seconds": spread([answer.seconds for answer in answers]),
+            "first_token_seconds": round(median(answer.first_token_seconds for answer in answers), 6),
+            "latency_seconds": round(median(answer.seconds for answer in answers), 6),
             "machine": made_by["machine"] | machine,
             "versions": {**made_by["versions"], **backend.versions},
             "git_revision": made_by["git_revision"],

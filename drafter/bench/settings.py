@@ -33,8 +33,7 @@ class MethodSpec:
     Attributes:
         label: the written form, which the results use as the name.
         name: the method.
-        config: the settings of :class:`EngineConfig` that the written form gives.
-        numbers: the other numbers of a Plan that the written form gives.
+        config, numbers: what the written form gives of :class:`EngineConfig`, and of the way to draft.
         is_tuned: whether the file of `drafter tune` gives the size of the tree.
         gguf_weights: format of the weights in the GGUF file of llama.cpp.
     """

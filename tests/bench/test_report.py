@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from drafter.bench.report import report, summarise
-from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results, spread
+from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
@@ -27,11 +27,6 @@ def run(method: str, *, rate: float, categories: dict[str, float] | None = None,
     }
     sums = {"seconds": 1000 / rate, "num_tokens": 1000, "num_forwards": 500, "by_category": parts}
     return {**PLAIN, "method": method, **sums, **changes}
-
-
-def test_figures() -> None:
-    assert spread([4.0, 1.0, 3.0, 2.0]) == {"median": 2.5, "p95": 4.0, "p99": 4.0}
-    assert spread([]) == {"median": 0.0, "p95": 0.0, "p99": 0.0}
 
 
 def test_speedups_are_ratios_within_a_round() -> None:
