@@ -134,7 +134,7 @@ class _Point:
 
     def _identity(self, spec: MethodSpec) -> dict[str, Any]:
         """The part of a record that the rounds of one measurement share."""
-        options, target, drafter = self.options, self.models.target, self.models.drafter
+        options, workload, target, drafter = self.options, self.workload, self.models.target, self.models.drafter
         rounding = "" if options.quantization == "none" else f", {options.quantization} weights"
         identity = {
             "target": {
@@ -148,11 +148,7 @@ class _Point:
             "drafter": options.drafter_used if spec.name == "drafter" else None,
             "draft_model": options.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
-            "prompts": {
-                "name": self.workload.name,
-                "digest": self.workload.digest,
-                "num_prompts": len(self.prompts),
-            },
+            "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(self.prompts)},
             "batch_size": self.batch_size,
             "temperature": self.params.temperature,
             "max_new_tokens": options.max_new_tokens,
