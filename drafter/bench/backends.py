@@ -48,17 +48,11 @@ class TimedAnswer(NamedTuple):
 
 
 class Backend:
-    """One method at one batch size. A subclass implements :meth:`stream`.
+    """One method at one batch size. A subclass implements :meth:`stream`."""
 
-    Attributes:
-        process_id: the process that decodes; None is the benchmark's own process.
-        build: the instruction sets that the engine was built for; empty where the engine does not say.
-        versions: versions of the engine that another environment holds.
-    """
-
-    process_id: int | None = None
-    build = ""
-    versions: Mapping[str, str] = {}
+    process_id: int | None = None  # of the process that decodes; None is the benchmark's own
+    build = ""  # the instruction sets that the engine was built for, where the engine says so
+    versions: Mapping[str, str] = {}  # of the engine that another environment holds
 
     def close(self) -> None:
         """Free the memory and the processes of the backend."""
@@ -205,11 +199,7 @@ def start_peer(
 
 
 class PeerProcess(Backend):
-    """A process of :mod:`drafter.bench.peer_worker`.
-
-    Attributes:
-        ready: the worker's first message: build, version, load_seconds.
-    """
+    """A process of :mod:`drafter.bench.peer_worker`; ``ready``: its first message (build, version, load_seconds)."""
 
     def __init__(self, settings: dict[str, Any], label: str, python: str = sys.executable) -> None:
         self._label = label
@@ -249,9 +239,8 @@ class PeerProcess(Backend):
         if not line:
             code = self._process.wait()
             self._log.seek(0)
-            lines = [line for line in self._log.read().splitlines() if line.strip()]
-            reason = lines[-1] if lines else f"exit code {code}"
-            raise ValueError(f"--methods {self._label}: the engine failed: {reason}")
+            lines = [f"exit code {code}", *filter(str.strip, self._log.read().splitlines())]
+            raise ValueError(f"--methods {self._label}: the engine failed: {lines[-1]}")
         message: dict[str, Any] = json.loads(line)
         return message
 
