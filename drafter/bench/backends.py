@@ -147,8 +147,10 @@ def _cut(token_ids: list[int], eos: list[int]) -> list[int]:
 
 
 def weights_file(source: Path, weights: str) -> Path:
-    """A GGUF file with matrices stored as `weights`: the source itself if most of its matrices are, else a file of
-    `$DRAFTER_HOME/gguf`, which llama.cpp makes once from the source.
+    """The place of a GGUF file whose matrices are stored as `weights`, with the numbers of another.
+
+    The result is the source itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which
+    llama.cpp's quantizer makes once: the numbers are rounded once, and vectors stay float32.
     """
     import gguf
 

@@ -20,13 +20,10 @@ BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
 _Int = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # larger ones do not divide
-# The fields of records without null that tables and pictures read.
+# The fields of records without null that tables read.
 _Machine = TypedDict("_Machine", {
     "device": NotRequired[str], "cpu": NotRequired[str], "system": str, "num_cpus": _Int,
     "memory_gib": NotRequired[FiniteFloat],
-})  # fmt: skip
-_MadeBy = TypedDict("_MadeBy", {
-    "machine": _Machine, "versions": dict[str, str], "git_revision": NotRequired[str], "date": str,
 })  # fmt: skip
 _Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": _Int})
 _Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": _Int})
@@ -40,9 +37,9 @@ _Run = TypedDict("_Run", {
     "temperature": FiniteFloat, "max_new_tokens": _Int, "seed": NotRequired[_Int], "device": str,
     "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
     "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
-    "num_tokens": _Int, "num_forwards": _Int,
-    "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
-    "identical": NotRequired[_Identical],
+    "num_tokens": _Int, "num_forwards": _Int, "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
+    "identical": NotRequired[_Identical], "machine": _Machine, "versions": dict[str, str],
+    "git_revision": NotRequired[str], "date": str,
 })  # fmt: skip
 
 
@@ -96,6 +93,5 @@ def _records_of(path: Path, *, skip_torn: bool = False) -> list[BenchRecord]:
         if fields.get("schema") != SCHEMA:
             raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {fields.get('schema')!r}")
         records.append(without_null(fields))
-        for part in (_Run, _MadeBy):
-            validated(part, records[-1], where, strict=True)
+        validated(_Run, records[-1], where, strict=True)
     return records
