@@ -4,7 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +159,10 @@ def test_errors_are_one_line(
 def test_an_interrupted_command_says_what_is_kept(
     kept: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @dataclass(frozen=True)
-    class Kept(Options):
-        """Do a thing."""
-
-    def toy(options: Kept) -> None:
+    def toy(options: Options) -> None:
         raise KeyboardInterrupt
 
-    Kept.kept = kept
-    toy.__annotations__["options"] = Kept
+    monkeypatch.setattr(Options, "kept", kept)
     monkeypatch.setattr(cli, "load_command", lambda name: toy)
     assert main(["decode"]) == 130 and capsys.readouterr().err == f"drafter: {line}"
 
@@ -184,10 +179,7 @@ def test_a_mistyped_target_is_refused_before_torch_is_imported() -> None:
         assert done.returncode == 2 and words[-1].rpartition("=")[2] in done.stderr
 
 
-def test_closed_outputs_are_quiet() -> None:
-    script = f"exec {sys.executable} -m drafter export --help >&-"
-    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0 and "error" not in done.stderr
+def test_a_reader_that_went_away_ends_a_command_quietly() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "drafter", "--help"]
