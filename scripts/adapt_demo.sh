@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
-use_venv serve,bench
+use_venv serve
+python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt matplotlib
 
 run=runs/adapt-demo
 rm -rf $run

@@ -27,13 +27,13 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import ASSETS, load_drafter, load_target, shipped_drafter
+from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
 from drafter.engine.request import Request, RequestOptions
 from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, Tree, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.runtimes.loading import wrap_model
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.runtimes.two_parts import KernelParts
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target

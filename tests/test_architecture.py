@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "drafter"
 
 HEAVY = {
-    "torch", "transformers", "lightning", "datasets", "matplotlib", "fastapi", "ray", "wandb", "torchao",
+    "torch", "transformers", "lightning", "datasets", "fastapi", "ray", "wandb", "torchao",
     "vllm",
 }  # fmt: skip
 
@@ -29,7 +29,7 @@ RULES = {
     "integrations": "runtimes engine proposers decoding models targets utils torch transformers wandb:wandb.py "
     "vllm:__init__.py,model.py",
     "bench": "distill:workload.py data engine proposers decoding models targets utils torch "
-    "transformers:backends.py datasets:workload.py matplotlib:plots.py vllm:peer_worker.py",
+    "transformers:backends.py datasets:workload.py vllm:peer_worker.py",
     "training": "runtimes integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models "
     "targets utils torch transformers lightning",
     "cli": "training bench integrations serving distill data engine proposers decoding models runtimes targets utils "

@@ -1,67 +1,25 @@
-"""Acceptance by depth and by category: counted while this process answers prompts, or along recorded answers."""
+"""Acceptance by depth: counts of steps, and the steps of the engine along recorded answers."""
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from drafter.bench.workload import Workload
 from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions, StepTree
 
 
-@dataclass
-class Acceptance:
-    """Counts of steps.
+def counts_of(answers: Iterable[Sequence[int]]) -> dict[str, Any]:
+    """Counts over answers, each given by the accepted draft tokens of its steps.
 
-    Attributes:
-        num_answers: answers that were counted.
-        steps: number of target forwards by the drafted tokens that each accepted: of 2, 0, 2 two steps at 2, one at 0.
+    Of 2, 0, 1 there are three steps and three accepted tokens; ``reached`` is [2, 1], the steps that accepted at least
+    1, 2, ... tokens.
     """
-
-    num_answers: int = 0
-    steps: Counter[int] = field(default_factory=Counter)
-
-    def add(self, num_accepted: Iterable[int]) -> None:
-        """Count one more answer, from the accepted draft tokens of each of its steps."""
-        self.num_answers += 1
-        self.steps.update(num_accepted)
-
-    def __add__(self, other: "Acceptance") -> "Acceptance":
-        return Acceptance(self.num_answers + other.num_answers, self.steps + other.steps)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(num * count for num, count in self.steps.items())
-
-    @property
-    def accepted_per_step(self) -> float:
-        return self.num_accepted / max(1, self.steps.total())
-
-    @property
-    def reached(self) -> list[int]:
-        """Steps that accepted at least 1, 2, ... drafted tokens: of 2, 0, 1 they are [2, 1]."""
-        depths = range(1, max(self.steps, default=0) + 1)
-        return [sum(count for num, count in self.steps.items() if num >= depth) for depth in depths]
-
-    def as_json(self) -> dict[str, Any]:
-        """The counts for a results file."""
-        counts = {"num_answers": self.num_answers, "num_steps": self.steps.total()}
-        return {**counts, "num_accepted": self.num_accepted, "reached": self.reached}
-
-
-def measure_prompts(
-    engine: Engine, workload: Workload, params: SamplingParams, on_answer: Callable[[], object]
-) -> dict[str, Acceptance]:
-    """Counts of an engine that answers prompts, by category."""
-    counts: dict[str, Acceptance] = defaultdict(Acceptance)
-    for event in engine.stream(workload.encode(engine.target), params):
-        if event.completion is not None:
-            counts[workload.items[event.index].category].add(event.completion.num_accepted)
-            on_answer()
-    return counts
+    answers = list(answers)
+    steps = list(chain.from_iterable(answers))
+    reached = [sum(num >= depth for num in steps) for depth in range(1, max(steps, default=0) + 1)]
+    return {"num_answers": len(answers), "num_steps": len(steps), "num_accepted": sum(steps), "reached": reached}
 
 
 def steps_along(

@@ -28,6 +28,7 @@ from drafter.engine.engine import Engine
 from drafter.targets.catalog import gguf_file, place_of
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
+from drafter.utils.io import replacing
 
 
 class TimedAnswer(NamedTuple):
@@ -38,28 +39,20 @@ class TimedAnswer(NamedTuple):
         seconds: time from the start of the prefill to the return of the answer.
         first_token_seconds: from the start of its prefill to its first token.
         num_forwards: target forwards that produced tokens.
-        num_accepted: draft tokens accepted by each of these forwards; None where the backend reports none.
     """
 
     token_ids: list[int]
     seconds: float
     first_token_seconds: float
     num_forwards: int
-    num_accepted: list[int] | None = None
 
 
 class Backend:
-    """One method at one batch size. A subclass implements :meth:`stream`.
+    """One method at one batch size. A subclass implements :meth:`stream`."""
 
-    Attributes:
-        process_id: the process that decodes; None is the benchmark's own process.
-        build: the instruction sets that the engine was built for; empty where the engine does not say.
-        versions: versions of the engine that another environment holds.
-    """
-
-    process_id: int | None = None
-    build = ""
-    versions: Mapping[str, str] = {}
+    process_id: int | None = None  # of the process that decodes; None is the benchmark's own
+    build = ""  # the instruction sets that the engine was built for, where the engine says so
+    versions: Mapping[str, str] = {}  # of the engine that another environment holds
 
     def close(self) -> None:
         """Free the memory and the processes of the backend."""
@@ -90,11 +83,9 @@ class EngineBackend(Backend):
         engine.reserve(num_tokens + engine.proposer.num_nodes)
 
     def forget(self) -> None:
-        """Reset the sizer's observations; the cache and compiled steps stay."""
-        self._engine.forget()
+        self._engine.forget()  # observations of the sizer; the cache and compiled steps stay
 
     def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
-        """Answer all prompts (see :class:`Backend`)."""
         engine = self._engine
         requests = [engine.add(engine.make_request(prompt, params, want_text=False)) for prompt in prompts]
         place_of = {request.request_id: place for place, request in enumerate(requests)}
@@ -103,25 +94,19 @@ class EngineBackend(Backend):
                 if each.is_finished:
                     assert each.started is not None and each.first_token is not None
                     times = each.seconds, each.first_token - each.started
-                    answer = TimedAnswer(each.token_ids, *times, each.num_target_forwards, each.num_accepted)
-                    yield place_of[each.request_id], answer
+                    yield place_of[each.request_id], TimedAnswer(each.token_ids, *times, each.num_target_forwards)
 
 
 class TransformersBackend(Backend):
     """`generate` in batches of fixed composition: a batch ends when its last answer does.
 
     The model's own generation settings are ignored, so that every backend follows the same rule.
-
-    Args:
-        target: the model; the backend uses its weights without a copy.
-        batch_size: prompts answered together.
     """
 
     def __init__(self, target: Target, batch_size: int) -> None:
         self._target, self._batch_size = target, batch_size
 
     def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
-        """Answer all prompts (see :class:`Backend`)."""
         model: Any = self._target.model  # the type checker does not know the mixin with `generate`
         torch.manual_seed(params.signed_seed)
         num_threads = torch.get_num_threads()  # one, where a native target decodes beside
@@ -162,9 +147,9 @@ def _cut(token_ids: list[int], eos: list[int]) -> list[int]:
 
 
 def weights_file(source: Path, weights: str) -> Path:
-    """The place of a GGUF file with the numbers of another and its matrices stored as `weights`.
+    """The place of a GGUF file whose matrices are stored as `weights`, with the numbers of another.
 
-    The result is the file itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which
+    The result is the source itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which
     llama.cpp's quantizer makes once: the numbers are rounded once, and vectors stay float32.
     """
     import gguf
@@ -180,10 +165,10 @@ def weights_file(source: Path, weights: str) -> Path:
 def start_peer(
     target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
 ) -> "PeerProcess":
-    """The engine of a method in a process of its own.
+    """The engine of a method in a process of its own, with the weights of the target's file.
 
     Args:
-        target: the model; its GGUF file or its checkpoint gives the weights.
+        target: the model.
         spec: the engine and its weights.
         batch_size: prompts answered at the same time; 1 for llama.cpp.
         num_tokens: room for a prompt and its answer.
@@ -195,10 +180,11 @@ def start_peer(
     assert batch_size == 1 or spec.name != "llama-cpp"
     package, is_vllm = PEER_PACKAGES[spec.name], spec.name == "vllm"
     source = Path(place_of(target.name)) if is_vllm else gguf_file(target.name)
+    file = source if is_vllm else weights_file(source, spec.gguf_weights)
     settings = {
         "package": package,
         "source": str(source),
-        "model": str(source if is_vllm else weights_file(source, spec.gguf_weights)),
+        "model": str(file),
         "weights": spec.gguf_weights,
         "num_slots": batch_size,
         "num_tokens": num_tokens,
@@ -207,15 +193,15 @@ def start_peer(
         "is_cpu": target.device.type == "cpu",
         "eos": target.eos_token_ids,
     }
-    return PeerProcess(settings, spec.label, pythons.get(package, sys.executable))
+    python = pythons.get(package, sys.executable)
+    if is_vllm or file.exists():
+        return PeerProcess(settings, spec.label, python)
+    with replacing(file) as new:  # the engine makes the file, and is ready when the file is whole
+        return PeerProcess(settings | {"model": str(new)}, spec.label, python)
 
 
 class PeerProcess(Backend):
-    """A process of :mod:`drafter.bench.peer_worker`.
-
-    Attributes:
-        ready: the worker's first message: build, version, load_seconds.
-    """
+    """A process of :mod:`drafter.bench.peer_worker`; ``ready``: its first message (build, version, load_seconds)."""
 
     def __init__(self, settings: dict[str, Any], label: str, python: str = sys.executable) -> None:
         self._label = label
@@ -234,7 +220,6 @@ class PeerProcess(Backend):
         self.build, self.versions = self.ready["build"], {settings["package"]: self.ready["version"]}
 
     def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
-        """Answer all prompts (see :class:`Backend`)."""
         fields = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")}
         self.send({"prompts": prompts, "params": fields})
         for _ in prompts:
@@ -256,9 +241,8 @@ class PeerProcess(Backend):
         if not line:
             code = self._process.wait()
             self._log.seek(0)
-            lines = [line for line in self._log.read().splitlines() if line.strip()]
-            reason = lines[-1] if lines else f"exit code {code}"
-            raise ValueError(f"--methods {self._label}: the engine failed: {reason}")
+            lines = [f"exit code {code}", *filter(str.strip, self._log.read().splitlines())]
+            raise ValueError(f"--methods {self._label}: the engine failed: {lines[-1]}")
         message: dict[str, Any] = json.loads(line)
         return message
 

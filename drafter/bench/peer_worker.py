@@ -56,11 +56,8 @@ class LlamaCpp:
         params, name = self._lib.llama_model_quantize_default_params(), settings["weights"]
         params.ftype = getattr(self._lib, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
         params.allow_requantize = params.pure = True
-        new = f"{settings['model']}.{os.getpid()}.new"
-        os.makedirs(os.path.dirname(new), exist_ok=True)
-        if self._lib.llama_model_quantize(settings["source"].encode(), new.encode(), params):
+        if self._lib.llama_model_quantize(settings["source"].encode(), settings["model"].encode(), params):
             raise SystemExit(f"llama.cpp cannot store {settings['source']} as {name}")
-        os.replace(new, settings["model"])
 
     def _decode(self, token_ids: Sequence[int], start: int = 0, *, all_logits: bool = False) -> None:
         """One forward over tokens at the positions from `start` on, with logits of the last token or of all."""

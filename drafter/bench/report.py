@@ -5,7 +5,7 @@ Figures are medians over rounds, and ratios over plain decoding within a round.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from drafter.bench.results import BenchRecord
 from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
-_TITLE = "# Benchmark results\n"
 _PACKAGES = ("torch", "transformers", "llama-cpp-python", "vllm")
 _LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights
 
@@ -51,16 +50,6 @@ class Measured(NamedTuple):
     by_category: dict[str, Span]
 
     @property
-    def batch_size(self) -> int:
-        """Prompts answered at the same time."""
-        return int(self.rounds[0]["batch_size"])
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether the method is plain decoding of this package."""
-        return bool(self.rounds[0]["method"] == BASELINE)
-
-    @property
     def rate(self) -> Span:
         """Tokens per second."""
         return Span.of([_rate(record) for record in self.rounds])
@@ -84,7 +73,7 @@ def summarise(records: Sequence[BenchRecord]) -> list[list[Measured]]:
 
 
 def _measured(label: str, rounds: list[BenchRecord], others: Mapping[str, list[BenchRecord]]) -> Measured:
-    """The figures of one method; ``others`` are the runs of all methods in the same table and batch size, by label."""
+    """The figures of one method; ``others``: all runs of its table and batch size, by label."""
     plain = others.get(BASELINE, [])
     llama_cpp = next((others[name] for name in _LLAMA_CPP_BASELINES if name in others), [])
     spans = {name: _ratios(rounds, plain, name) for name in rounds[0]["by_category"]}
@@ -107,25 +96,17 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
     return [record["method"] if num_names[record["method"]] == 1 else name_of(record) for record in runs]
 
 
-def _condition_of(record: BenchRecord) -> tuple[Any, ...]:
-    """What the methods of one table share. Greedy text has no seed."""
-    target, prompts = record["target"], record["prompts"]
-    return (
-        target_of(record), target["dtype"], target["num_parameters"], record["device"], prompts["name"],
-        prompts["digest"], prompts["num_prompts"], record["max_new_tokens"], record["temperature"],
-        record.get("seed") if record["temperature"] else None,
-    )  # fmt: skip
-
-
-def target_of(record: BenchRecord) -> str:
-    """The target's name, without the folders of a path."""
-    return PurePosixPath(record["target"]["name"]).name
-
-
-def sampling_of(record: BenchRecord) -> str:
-    """How tokens are chosen, for titles."""
-    temperature = record["temperature"]
-    return f"temperature {temperature:g}, seed {record.get('seed')}" if temperature else "greedy"
+def _condition_of(record: BenchRecord) -> tuple[str, str, str]:
+    """What the methods of one table share: its title, its description, and the device. Greedy text has no seed."""
+    target, prompts, temperature = record["target"], record["prompts"], record["temperature"]
+    sampling = f"temperature {temperature:g}, seed {record.get('seed')}" if temperature else "greedy"
+    size = target["num_parameters"] / 1e6
+    parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
+    about = (
+        f"{PurePosixPath(target['name']).name}, {target['dtype']}, {parameters} parameters; {prompts['num_prompts']} "
+        f"prompts, answers of at most {record['max_new_tokens']} tokens; prompts {prompts['digest']}"
+    )
+    return f"{prompts['name']}, {sampling}", about, record["device"]
 
 
 def _rate(record: BenchRecord, category: str | None = None) -> float:
@@ -146,20 +127,15 @@ def _ratios(rounds: Sequence[BenchRecord], base: Sequence[BenchRecord], category
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, and a section for each prompt set and sampling."""
-    sections = [_TITLE, _provenance(records)]
+    sections = ["# Benchmark results\n", _provenance(records)]
     for methods in summarise(records):
-        run = methods[0].rounds[0]
-        sections += [f"## {run['prompts']['name']}, {sampling_of(run)}\n", _about(methods), _main_table(methods)]
+        title, about, _ = _condition_of(methods[0].rounds[0])
+        rounds = " or ".join(str(number) for number in sorted({len(each.rounds) for each in methods}))
+        sections += [f"## {title}\n", f"{about}; {rounds} rounds.\n", _main_table(methods)]
         built = {each.label: each.rounds[0].get("build") for each in methods}
         sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
         sections += _category_table(methods)
     return "\n".join(sections)
-
-
-def is_report(path: Path) -> bool:
-    """Whether a file is a report that this module made."""
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        return stream.readline() == _TITLE
 
 
 def _provenance(records: Sequence[BenchRecord]) -> str:
@@ -183,24 +159,11 @@ def _machine(record: BenchRecord) -> str:
     return f"{name} ({machine['num_cpus']} cores{memory})"
 
 
-def _about(methods: Sequence[Measured]) -> str:
-    """Target, prompts, length of the answers and number of rounds."""
-    run = methods[0].rounds[0]
-    target, prompts = run["target"], run["prompts"]
-    size = target["num_parameters"] / 1e6
-    parameters = f"{size / 1000:.1f} billion" if size >= 1000 else f"{size:.0f} million"
-    rounds = " or ".join(str(number) for number in sorted({len(each.rounds) for each in methods}))
-    return (
-        f"{target_of(run)}, {target['dtype']}, {parameters} parameters; {prompts['num_prompts']} prompts, "
-        f"answers of at most {run['max_new_tokens']} tokens; {rounds} rounds; prompts {prompts['digest']}.\n"
-    )
-
-
 def _main_table(methods: Sequence[Measured]) -> str:
     """One row for each method; columns that say nothing about these methods are left out."""
     columns: dict[str, Callable[[Measured], str]] = {
         "method": lambda m: m.label,
-        "batch size": lambda m: str(m.batch_size),
+        "batch size": lambda m: str(m.rounds[0]["batch_size"]),
         "tokens/s": lambda m: f"{m.rate.middle:.1f} ({m.rate.low:.1f} to {m.rate.high:.1f})",
         "over plain decoding": lambda m: _times_span(m.speedup),
         "over llama.cpp BF16": lambda m: _times_span(m.over_llama_cpp),
@@ -209,7 +172,7 @@ def _main_table(methods: Sequence[Measured]) -> str:
         "margin where they differ": lambda m: _margins(m.rounds[0].get("identical", {}).get("margins", [])),
         "peak GiB": lambda m: f"{max(record['peak_memory_bytes']['bytes'] for record in m.rounds) / 2**30:.2f}",
     }
-    if {each.batch_size for each in methods} == {1}:
+    if {each.rounds[0]["batch_size"] for each in methods} == {1}:
         del columns["batch size"]
     if not any(each.over_llama_cpp for each in methods):
         del columns["over llama.cpp BF16"]
@@ -218,7 +181,7 @@ def _main_table(methods: Sequence[Measured]) -> str:
 
 def _category_table(methods: Sequence[Measured]) -> list[str]:
     """Speedup by category, for prompt sets that have categories."""
-    rows = {each.label: each.by_category for each in methods if each.by_category and not each.is_baseline}
+    rows = {each.label: each.by_category for each in methods if each.by_category and each.label != BASELINE}
     categories = _distinct(category for speedups in rows.values() for category in speedups)
     cells = [
         [label, *(f"{speedups[name].middle:.2f}x" if name in speedups else "-" for name in categories)]

@@ -4,9 +4,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, NotRequired
 
 from pydantic import FailFast, Field, FiniteFloat
@@ -21,13 +20,10 @@ BenchRecord = dict[str, Any]
 _BEGINNING = json.dumps({"schema": SCHEMA})[:-1].encode()  # of every line that :func:`append_result` writes
 
 _Int = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # larger ones do not divide
-# The fields of records without null that tables and pictures read.
+# The fields of records without null that tables read.
 _Machine = TypedDict("_Machine", {
     "device": NotRequired[str], "cpu": NotRequired[str], "system": str, "num_cpus": _Int,
     "memory_gib": NotRequired[FiniteFloat],
-})  # fmt: skip
-_MadeBy = TypedDict("_MadeBy", {
-    "machine": _Machine, "versions": dict[str, str], "git_revision": NotRequired[str], "date": str,
 })  # fmt: skip
 _Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": _Int})
 _Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": _Int})
@@ -41,9 +37,9 @@ _Run = TypedDict("_Run", {
     "temperature": FiniteFloat, "max_new_tokens": _Int, "seed": NotRequired[_Int], "device": str,
     "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
     "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
-    "num_tokens": _Int, "num_forwards": _Int, "acceptance": NotRequired[Annotated[list[_Int], FailFast()]],
-    "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
-    "identical": NotRequired[_Identical],
+    "num_tokens": _Int, "num_forwards": _Int, "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
+    "identical": NotRequired[_Identical], "machine": _Machine, "versions": dict[str, str],
+    "git_revision": NotRequired[str], "date": str,
 })  # fmt: skip
 
 
@@ -64,13 +60,10 @@ def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
         FileNotFoundError: no such file.
         ValueError: a broken line, another schema, a record that lacks a key, or no records at all; with file and line.
     """
-    records = []
-    for path in paths:
-        found = _records_of(path)
-        if not found:
-            raise ValueError(f"{path} holds no results")
-        records += found
-    return records
+    found = [(path, _records_of(path)) for path in paths]
+    if empty := [path for path, records in found if not records]:
+        raise ValueError(f"{empty[0]} holds no results")
+    return [record for _, records in found for record in records]
 
 
 def resume_results(path: Path) -> list[BenchRecord]:
@@ -100,17 +93,5 @@ def _records_of(path: Path, *, skip_torn: bool = False) -> list[BenchRecord]:
         if fields.get("schema") != SCHEMA:
             raise ValueError(f"{where}: not a benchmark result of schema {SCHEMA!r} but of {fields.get('schema')!r}")
         records.append(without_null(fields))
-        for part in (_Run, _MadeBy):
-            validated(part, records[-1], where, strict=True)
+        validated(_Run, records[-1], where, strict=True)
     return records
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and 95th and 99th percentile by nearest rank, as records hold them; zeros of no values.
-
-    Of 1, 2, 3, 4 the median is 2.5 and the 95th percentile 4.
-    """
-    import numpy
-
-    p95, p99 = numpy.quantile(values or [0.0], (0.95, 0.99), method="inverted_cdf").tolist()
-    return {"median": round(median(values or [0.0]), 6), "p95": round(p95, 6), "p99": round(p99, 6)}

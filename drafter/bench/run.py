@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from drafter.bench.backends import Backend, EngineBackend, TimedAnswer, TransformersBackend, start_peer
 from drafter.bench.measure import compare, peak_memory
-from drafter.bench.results import BenchRecord, append_result, resume_results, run_id, spread
+from drafter.bench.results import BenchRecord, append_result, resume_results, run_id
 from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, parse_method
 from drafter.bench.workload import Workload
 from drafter.decoding.params import SamplingParams
@@ -31,12 +31,7 @@ _WARM_UP_TOKENS = 16
 
 
 def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[Workload]) -> int:
-    """Number of new runs: all runs that the results file lacks. Each run is appended when it ends.
-
-    Args:
-        options: methods, rounds and results file.
-        models: the models of the methods.
-        workloads: the prompt sets of the options, read.
+    """Make all runs that the results file lacks, each appended when it ends; their number.
 
     Raises:
         ValueError: the file holds other results, a batch size exceeds the prompts, or a method refuses its settings.
@@ -111,10 +106,11 @@ class _Point:
                 # Peers draw random numbers of their own.
                 is_comparable = self.params.temperature == 0 or not spec.is_peer
                 compared = compare(self.models.target, self.prompts, oracle, texts) if is_comparable else None
-                measured = {"peak_memory_bytes": peak, "identical": compared}
                 if bar.disable:
                     print(f"{bar.desc}{len(answers)} answers in {seconds:.1f} s", file=sys.stderr)
-                append_result(self.options.out, identity | self._record(spec, backend, answers, seconds) | measured)
+                record = identity | self._record(spec, backend, answers)
+                record |= {"seconds": round(seconds, 6), "peak_memory_bytes": peak, "identical": compared}
+                append_result(self.options.out, record)
         return len(runs)
 
     def _warm(self, spec: MethodSpec) -> Backend:
@@ -127,7 +123,7 @@ class _Point:
         elif spec.is_peer:
             backend = TransformersBackend(self.hf_target, self.batch_size)
         else:
-            target, drafter, draft_model = self.models
+            _, drafter, draft_model = self.models
             engine = Engine(target, drafter, self._plan(spec), draft_model=draft_model)
             backend = EngineBackend(engine, num_tokens)
         backend.answer(self.prompts[: self.batch_size], replace(self.params, max_new_tokens=min(_WARM_UP_TOKENS, most)))
@@ -138,7 +134,7 @@ class _Point:
 
     def _identity(self, spec: MethodSpec) -> dict[str, Any]:
         """The part of a record that the rounds of one measurement share."""
-        options, target, drafter = self.options, self.models.target, self.models.drafter
+        options, workload, target, drafter = self.options, self.workload, self.models.target, self.models.drafter
         rounding = "" if options.quantization == "none" else f", {options.quantization} weights"
         identity = {
             "target": {
@@ -152,7 +148,7 @@ class _Point:
             "drafter": options.drafter_used if spec.name == "drafter" else None,
             "draft_model": options.draft_model if spec.name == "draft-model" else None,
             "method": spec.label,
-            "prompts": {"name": self.workload.name, "digest": self.workload.digest},
+            "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(self.prompts)},
             "batch_size": self.batch_size,
             "temperature": self.params.temperature,
             "max_new_tokens": options.max_new_tokens,
@@ -167,49 +163,39 @@ class _Point:
             identity["tuned_digest"] = hashlib.sha256(tuned.read_bytes()).hexdigest()[:16]
         return identity
 
-    def _record(
-        self, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer], seconds: float
-    ) -> BenchRecord:
-        """The part of a record that one run measured."""
+    def _record(self, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer]) -> BenchRecord:
+        """The part of a record that follows from the answers and the machine."""
         used = {} if spec.is_peer else self._plan(spec).record()
         if used.get("tuned"):  # paths of this machine stay out of results
             name = Path(used["tuned"]).name
             used |= {"tuned": name, "reason": used["reason"].replace(used["tuned"], name)}
         workload, made_by = self.workload, run_record()
         machine = {"device": device_name(self.models.target), "threads": self.models.target.traits.num_threads}
+        by_category = {
+            name: [answer for item, answer in zip(workload.items, answers, strict=True) if item.category == name]
+            for name in workload.categories
+        }
         return {
-            "kind": "run",
             **({"build": backend.build} if backend.build else {}),
-            "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(self.prompts)},
             "settings": used,
-            "seconds": round(seconds, 6),
             **_sums(answers),
-            "by_category": self._by_category(answers),
-            "first_token_seconds": spread([answer.first_token_seconds for answer in answers]),
-            "latency_seconds": spread([answer.seconds for answer in answers]),
+            "by_category": {name: self._sums_of(own) for name, own in by_category.items()},
+            "first_token_seconds": round(median(answer.first_token_seconds for answer in answers), 6),
+            "latency_seconds": round(median(answer.seconds for answer in answers), 6),
             "machine": made_by["machine"] | machine,
             "versions": {**made_by["versions"], **backend.versions},
             "git_revision": made_by["git_revision"],
             "date": made_by["date"],
         }
 
-    def _by_category(self, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-        """Sums by category. Seconds are None for batches, whose rows share them."""
-        sums = {}
-        for category in self.workload.categories:
-            pairs = zip(self.workload.items, answers, strict=True)
-            own = [answer for item, answer in pairs if item.category == category]
-            seconds = round(sum(answer.seconds for answer in own), 6) if self.batch_size == 1 else None
-            sums[category] = {"num_answers": len(own), "seconds": seconds, **_sums(own)}
-        return sums
+    def _sums_of(self, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
+        """Sums over one category. Seconds are None for batches, whose rows share them."""
+        seconds = round(sum(answer.seconds for answer in answers), 6) if self.batch_size == 1 else None
+        return {"num_answers": len(answers), "seconds": seconds, **_sums(answers)}
 
 
-def _sums(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-    """Tokens, target forwards and the histogram of accepted draft tokens per step; None where unknown."""
-    kept = [answer.num_accepted for answer in answers if answer.num_accepted is not None]
-    histogram = torch.tensor([*chain(*kept)], dtype=torch.long).bincount().tolist()
+def _sums(answers: Sequence[TimedAnswer]) -> dict[str, int]:
     return {
         "num_tokens": sum(len(answer.token_ids) for answer in answers),
         "num_forwards": sum(answer.num_forwards for answer in answers),
-        "acceptance": histogram if len(kept) == len(answers) else None,
     }

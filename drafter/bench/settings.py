@@ -10,7 +10,7 @@ from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
 from drafter.proposers.options import METHODS, Method, drafting_class
 from drafter.utils.options import Options, comma_separated, part_of, suggestion
-from drafter.utils.validate import Checked, seed_field, within
+from drafter.utils.validate import seed_field, within
 
 BASELINE = "none"  # plain decoding of this package
 # The engines that decode in a process of their own, and their packages.
@@ -33,8 +33,7 @@ class MethodSpec:
     Attributes:
         label: the written form, which the results use as the name.
         name: the method.
-        config: the settings of :class:`EngineConfig` that the written form gives.
-        numbers: the other numbers of a Plan that the written form gives.
+        config, numbers: what the written form gives of :class:`EngineConfig`, and of the way to draft.
         is_tuned: whether the file of `drafter tune` gives the size of the tree.
         gguf_weights: format of the weights in the GGUF file of llama.cpp.
     """
@@ -214,20 +213,34 @@ class BenchOptions(MethodOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings(Checked):
-    """The candidate trees of `drafter tune`, and the limits of the measurement.
+class TuneOptions(Options, TargetConfig):
+    """Measure step times and acceptance on this machine, and choose a tree for each number of rows.
+
+    Other commands find the file beside the drafter and use the file on the same device, in the same number format, with
+    the same target. Plain decoding is chosen where nothing is faster.
 
     Attributes:
+        drafter: folder of an exported drafter, or the name of a drafter that comes with the package
         batch_sizes: numbers of rows to measure
         tree_sizes: N of the candidate trees (default: 2,4,6,8,12,16; on CUDA 4,8,16,32,48,64)
         max_new_tokens: longest calibration answer in tokens
         seconds: approximate duration of the measurement
+        prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
+        num_prompts: largest number of calibration prompts
+        out: file to write (default: in the drafter's folder; under $DRAFTER_HOME for a drafter of the package)
+        overwrite: replace a file of --out that `drafter tune` did not write
     """
 
+    kept: ClassVar = "nothing was written; a shorter measurement is --seconds 60"
+    drafter: str
     batch_sizes: tuple[int, ...] = within((1, 2, 4, 8), low=1, high=1024)
     tree_sizes: tuple[int, ...] | None = within(None, low=2, high=LARGEST_TREE)
     max_new_tokens: int = within(96, low=1, high=2**24)
     seconds: float = within(150.0, above=0.0)
+    prompts: str = "default"
+    num_prompts: int = within(64, low=1)
+    out: Path | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

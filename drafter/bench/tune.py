@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from tqdm import tqdm
 
-from drafter.bench.settings import LARGEST_TREE, TuneSettings
+from drafter.bench.settings import LARGEST_TREE, TuneOptions
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
@@ -43,20 +43,9 @@ def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> 
 
 
 def tune(
-    target: Target,
-    drafter: RecurrentDrafter,
-    prompts: Sequence[list[int]],
-    settings: TuneSettings,
-    compile: bool | None = None,
+    target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions
 ) -> tuple[TunedSizes, list[list[float]]]:
-    """Measure the candidates, and choose.
-
-    Args:
-        target: the model on its device and in its number format.
-        drafter: bound to the target.
-        prompts: calibration prompts, token ids.
-        settings: candidates and time limit.
-        compile: compile the steps; None: where they can be.
+    """Measure the candidates of the options on a loaded target and its drafter, and choose.
 
     Returns:
         The plans, and the measurements: rows, W, L, N, seconds per step, tokens per step, number of steps.
@@ -69,12 +58,18 @@ def tune(
         raise ValueError(
             f"--prompts hold none of at most {target.max_length // 2} tokens, half of the target's context"
         )
-    calibration = _Calibration(target, drafter, fitting, settings, compile)
-    rows = sorted(set(settings.batch_sizes))
-    end = time.perf_counter() + settings.seconds
+    calibration = _Calibration(target, drafter, fitting, options)
+    rows = sorted(set(options.batch_sizes))
+    end = time.perf_counter() + options.seconds
     for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
         calibration.measure(num_rows, (end - time.perf_counter()) / (len(rows) - place))
-    return calibration.sizes(), calibration.as_lists()
+    measured = [
+        [num_rows, *tree, round(each.step_seconds, 6), round(each.tokens_per_step, 4), len(seconds)]
+        for num_rows, times in calibration.seconds.items()
+        for tree, seconds in times.items()
+        for each in [calibration.measured(tree, median(seconds))]
+    ]
+    return calibration.sizes(), measured
 
 
 class _Steered(TreeSizer):
@@ -92,24 +87,20 @@ class _Calibration:
     """Measures the candidates, for one number of rows after another."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: RecurrentDrafter,
-        prompts: Sequence[list[int]],
-        settings: TuneSettings,
-        compile: bool | None,
+        self, target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions
     ) -> None:
         self._target, self._drafter = target, drafter
-        trees = candidates(settings.tree_sizes, target.device.type, drafter.config.num_outputs)
+        trees = candidates(options.tree_sizes, target.device.type, drafter.config.num_outputs)
         self._steer = _Steered([PLAIN, *trees])
-        config = EngineConfig(method="drafter", max_num_seqs=max(settings.batch_sizes), compile=compile, tuned="none")
+        most = max(options.batch_sizes)
+        config = EngineConfig(method="drafter", max_num_seqs=most, compile=options.compile, tuned="none")
         self._engine = Engine(target, drafter, config, sizer=self._steer)
         longest = max(map(len, prompts))
-        self._max_new_tokens = max(1, min(settings.max_new_tokens, target.max_length - longest))
+        self._max_new_tokens = max(1, min(options.max_new_tokens, target.max_length - longest))
         self._engine.reserve(longest + self._max_new_tokens + trees[-1].tree_size)
         self._prompts = cycle(prompts)
         self._emitted: defaultdict[Tree, list[int]] = defaultdict(list)  # tokens of every step of every row
-        self._seconds: dict[int, dict[Tree, list[float]]] = {}
+        self.seconds: dict[int, dict[Tree, list[float]]] = {}
         self._alive = trees  # candidates that could pay for as many rows as the last
 
     def measure(self, num_rows: int, seconds: float) -> None:
@@ -118,7 +109,7 @@ class _Calibration:
         Candidates that plain decoding beats even with much easier text are left out, also for more rows.
         """
         end = time.perf_counter() + seconds
-        times = self._seconds[num_rows] = {tree: [] for tree in [PLAIN, *self._alive]}
+        times = self.seconds[num_rows] = {tree: [] for tree in [PLAIN, *self._alive]}
         requests: list[Request] = []
         num_rounds = 0
         # The first round does not count.
@@ -131,7 +122,9 @@ class _Calibration:
                     times[tree].append(elapsed)
             num_rounds += 1
             if num_rounds == 1 + _MIN_ROUNDS:
-                self._drop_hopeless(times)
+                fastest = {tree: self.measured(tree, min(times[tree])) for tree in [PLAIN, *self._alive]}
+                least = fastest.pop(PLAIN).rate()
+                self._alive = [tree for tree, each in fastest.items() if each.rate(max(_RATIOS)) > least]
 
     def _start(self, num_rows: int) -> list[Request]:
         """New requests, prefilled, instead of the running ones."""
@@ -159,25 +152,22 @@ class _Calibration:
                 self._emitted[tree].append(len(update.token_ids))
         return seconds
 
-    def _tokens_per_step(self, tree: Tree) -> float:
-        return max(1.0, fmean(self._emitted[tree] or [1]))
-
-    def _drop_hopeless(self, times: dict[Tree, list[float]]) -> None:
-        fastest = {tree: MeasuredTree(*tree, self._tokens_per_step(tree), min(times[tree])) for tree in self._alive}
-        self._alive = [tree for tree, each in fastest.items() if each.rate(max(_RATIOS)) > 1 / min(times[PLAIN])]
+    def measured(self, tree: Tree, seconds: float) -> MeasuredTree:
+        """A tree with its tokens per step so far, and the seconds of a step."""
+        return MeasuredTree(*tree, max(1.0, fmean(self._emitted[tree] or [1])), seconds)
 
     def sizes(self) -> TunedSizes:
         """A plan for every number of rows."""
         conditions = conditions_of(self._target, self._drafter, is_compiled=self._engine.plan.compile)
-        return TunedSizes(**conditions, plans=tuple(RowPlan(rows, self._choices(rows)) for rows in self._seconds))
+        return TunedSizes(**conditions, plans=tuple(RowPlan(rows, self._choices(rows)) for rows in self.seconds))
 
     def _choices(self, num_rows: int) -> tuple[MeasuredTree, ...]:
         """Plain decoding, and the trees that are fastest at some acceptance and faster than plain decoding."""
-        times = self._seconds[num_rows]
-        plain = MeasuredTree(*PLAIN, 1.0, median(times[PLAIN]))
+        times = self.seconds[num_rows]
+        plain = self.measured(PLAIN, median(times[PLAIN]))
         # A step with a tree is never cheaper than a plain step: a lower figure is noise.
         choices = [
-            MeasuredTree(*tree, self._tokens_per_step(tree), max(median(seconds), plain.step_seconds))
+            self.measured(tree, max(median(seconds), plain.step_seconds))
             for tree, seconds in times.items()
             if not tree.is_plain
         ]
@@ -185,14 +175,6 @@ class _Calibration:
         worth = RowPlan(num_rows, tuple(choice for choice in choices if choice.rate() > least))
         best = {worth.best(ratio) for ratio in _RATIOS if worth.choices}
         return (plain, *sorted(best, key=lambda choice: choice.tree[::-1]))
-
-    def as_lists(self) -> list[list[float]]:
-        """The measurements (see :func:`tune`)."""
-        return [
-            [rows, *tree, round(median(seconds), 6), round(self._tokens_per_step(tree), 4), len(seconds)]
-            for rows, times in self._seconds.items()
-            for tree, seconds in times.items()
-        ]
 
 
 def tuned_table(sizes: TunedSizes) -> str:

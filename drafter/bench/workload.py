@@ -3,50 +3,35 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.engine.loading import ASSETS
 from drafter.engine.request import encode_prompts
 
 if TYPE_CHECKING:
+    from drafter.data.reading import RawRow
     from drafter.targets.target import Target
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One prompt.
 
     Attributes:
         category: column of the results; empty when the prompt set has no categories.
-        messages: the conversation up to a user's turn; empty for raw text and tokens.
-        text: raw text, without chat template; None for a conversation or tokens.
-        token_ids: the prompt's tokens; empty for a conversation or text.
+        prompt: the conversation up to a user's turn, token ids, or raw text without chat template.
     """
 
     category: str
-    messages: tuple[dict[str, Any], ...] = ()
-    text: str | None = None
-    token_ids: tuple[int, ...] = ()
+    prompt: tuple[dict[str, Any], ...] | tuple[int, ...] | str
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A named set of prompts.
-
-    Attributes:
-        name: name of the set in the results.
-        items: the prompts in the order of the file.
-    """
+class Workload(NamedTuple):
+    """A named set of prompts, in the order of the file."""
 
     name: str
     items: tuple[Item, ...]
-
-    def __post_init__(self) -> None:
-        if not self.items:
-            raise ValueError(f"--prompts {self.name} holds no prompts")
 
     @property
     def categories(self) -> list[str]:
@@ -56,14 +41,11 @@ class Workload:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with any prompt, its category or its order."""
-        rows = [[item.category, item.messages, item.text, *item.token_ids] for item in self.items]
-        text = json.dumps(rows, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.items, sort_keys=True).encode()).hexdigest()[:16]
 
     def encode(self, target: "Target") -> list[list[int]]:
         """Token ids of the prompts."""
-        prompts = [item.messages or item.token_ids or target.encode(item.text or "") for item in self.items]
-        return encode_prompts(target, prompts, raw=False)
+        return encode_prompts(target, [item.prompt for item in self.items], raw=True)
 
     def take(self, num_prompts: int | None) -> "Workload":
         """At most ``num_prompts`` prompts, taken from each category in turn; None: all.
@@ -98,6 +80,7 @@ def read_prompt_set(name: str) -> Workload:
         FileNotFoundError: no such file.
         ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
+    from drafter.data.reading import read_records
     from drafter.data.traffic import read_traffic
     from drafter.distill.prompts import BUILTIN_PROMPTS
 
@@ -106,25 +89,19 @@ def read_prompt_set(name: str) -> Workload:
     own = {"evaluation": ASSETS / "evaluation-prompts.jsonl", "default": BUILTIN_PROMPTS}
     path = Path(own.get(name, name))
     if path.is_dir():
-        return Workload(path.name, tuple(Item("", token_ids=tuple(row.prompt_token_ids)) for row in read_traffic(path)))
-    return Workload(Path(name).name.partition(".")[0] or name, tuple(_file_items(str(path))))
+        return Workload(path.name, tuple(Item("", tuple(row.prompt_token_ids)) for row in read_traffic(path)))
+    return Workload(Path(name).name.partition(".")[0] or name, tuple(map(_item, read_records(str(path)))))
 
 
-def _file_items(name: str) -> Iterator[Item]:
+def _item(record: "RawRow") -> Item:
     from drafter.data.formats import parse_row
-    from drafter.data.reading import read_records
 
-    for record in read_records(name):
-        category = record.fields.get("category") or ""
-        if not isinstance(category, str):
-            raise ValueError(f"{record.where}: category is {category!r} but must be text")
-        row = parse_row(record)
-        if row.text is not None or row.prompt_ids:
-            yield Item(category, text=row.text, token_ids=row.prompt_ids)
-        elif row.prompt and row.prompt[-1]["content"].strip():
-            yield Item(category, row.prompt)
-        else:
-            raise ValueError(f"{record.where}: the row has no text of a user")
+    category, row = record.fields.get("category") or "", parse_row(record)
+    if not isinstance(category, str):
+        raise ValueError(f"{record.where}: category is {category!r} but must be text")
+    if row.text is None and not row.prompt_ids and not (row.prompt and row.prompt[-1]["content"].strip()):
+        raise ValueError(f"{record.where}: the row has no text of a user")
+    return Item(category, row.text if row.text is not None else row.prompt_ids or row.prompt)
 
 
 def _hub_items(name: str) -> Iterator[Item]:

@@ -19,45 +19,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions(RowOptions):
-    """Which prompts are answered.
+class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, ClusterOptions):
+    """Let the target answer prompts: training data for its drafter.
+
+    Answers are appended to --out as they are finished; the same command continues a run that was interrupted.
 
     Attributes:
         prompts: file of prompts, hub data set, or magpie: the target invents prompts (default: about 100 prompts that
             come with the package)
         num_prompts: largest number of prompts; for magpie: prompts to invent before the first answer
         exclude: file of prompts that must not be answered, such as the prompts of an evaluation
-    """
-
-    prompts: str | None = None
-    num_prompts: int | None = within(None, low=1)
-    exclude: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """A server that answers instead of this machine.
-
-    Attributes:
-        endpoint: address of an OpenAI-compatible server that serves the target; with --target, a few greedy answers of
-            the server are compared with the target first
+        out: .jsonl file of the answers
+        endpoint: address of an OpenAI-compatible server that serves the target and answers instead of this machine;
+            with --target, a few greedy answers of the server are compared with the target first
         model: name of the target on that server; the key is read from OPENAI_API_KEY
         concurrency: requests at the same time
-    """
-
-    endpoint: str | None = None
-    model: str | None = None
-    concurrency: int = within(16, low=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, ServerOptions, ClusterOptions):
-    """Let the target answer prompts: training data for its drafter.
-
-    Answers are appended to --out as they are finished; the same command continues a run that was interrupted.
-
-    Attributes:
-        out: .jsonl file of the answers
         max_num_seqs: prompts that are answered at the same time
     """
 
@@ -71,7 +47,13 @@ class DistillOptions(Options, SourceOptions, AnswerSettings, EngineOptions, Serv
         "ray_workers", "ray_gpus", "ray_cpus",
     )  # fmt: skip
     kept: ClassVar = "finished answers are in --out; the same command goes on"
+    prompts: str | None = None
+    num_prompts: int | None = within(None, low=1)
+    exclude: str | None = None
     out: Path
+    endpoint: str | None = None
+    model: str | None = None
+    concurrency: int = within(16, low=1)
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64
 
@@ -102,14 +84,9 @@ def distill(options: DistillOptions) -> None:
         answerer = engine_answerer(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = run(
-        answerer,
-        options.prompts,
-        options.out,
-        part_of(options, AnswerSettings),
-        num_prompts=options.num_prompts,
-        columns=options.columns,
-        exclude=options.exclude,
-    )
+        answerer, options.prompts, options.out, part_of(options, AnswerSettings), num_prompts=options.num_prompts,
+        columns=options.columns, exclude=options.exclude,
+    )  # fmt: skip
     if report.num_new:
         write_run_record(options.out, seed=options.seed, settings=vars(report))
     for line in report.lines():

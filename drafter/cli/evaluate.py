@@ -1,6 +1,8 @@
 """`drafter evaluate`: acceptance by depth and by category."""
 
 import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +11,8 @@ from drafter.bench.settings import MethodOptions, MethodSpec, parse_method
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from drafter.bench.acceptance import Acceptance
-    from drafter.engine.engine import Engine
+    from drafter.data.traffic import TrafficRow
+    from drafter.targets.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import measure_prompts
+    from drafter.bench.acceptance import counts_of, steps_along
     from drafter.bench.workload import read_prompt_set
     from drafter.decoding.params import SamplingParams
     from drafter.engine.engine import Engine
@@ -68,66 +70,68 @@ def evaluate(options: EvaluateOptions) -> None:
         check_output(options.out, overwrite=True)
     workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
     models = options.load_models()
+    target = models.target
     plan = replace(options.specs[0].plan(models, 1, options.compile), enable_prefix_caching=workload is None)
-    engine = Engine(models.target, models.drafter, plan)
+    engine = Engine(target, models.drafter, plan)
+    accepted: dict[str, list[list[int]]] = defaultdict(list)  # tokens of each step of each answer, by category
+    source: dict[str, Any]
     if workload is None:
-        counts, source = _along_traffic(options, engine)
+        rows = _recorded(options, target)
+        with tqdm(total=len(rows), unit="answer", disable=None) as bar:
+            accepted[""] = steps_along(engine, rows, bar.update)
+        num_tokens = sum(len(row.token_ids) for row in rows)
+        rate = num_tokens / sum(map(len, accepted[""]))
+        print(f"{rate:.3f} tokens per step along {len(rows)} recorded answers")
+        source = {"traffic": str(options.traffic), "num_tokens": num_tokens}
     else:
-        source = {"prompts": {"name": workload.name, "digest": workload.digest}}
         params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
         with tqdm(total=len(workload.items), unit="answer", disable=None) as bar:
-            counts = measure_prompts(engine, workload, params, bar.update)
-    _print_tables(counts)
+            for event in engine.stream(workload.encode(target), params):
+                if event.completion is not None:
+                    accepted[workload.items[event.index].category].append(event.completion.num_accepted)
+                    bar.update()
+        source = {"prompts": {"name": workload.name, "digest": workload.digest}}
+    counts = {name: counts_of(answers) for name, answers in accepted.items()}
+    _print_tables(counts, counts_of(sum(accepted.values(), [])))
     if options.out is not None:
         content = {
             "schema": "drafter-evaluate/3",
-            "target": {"name": models.target.name, "fingerprint": models.target.fingerprint},
+            "target": {"name": target.name, "fingerprint": target.fingerprint},
             "drafter": options.drafter_used,
             "method": options.method,
             **source,
-            **{name: getattr(options, name) for name in ("max_new_tokens", "temperature")},
-            "acceptance": {name: each.as_json() for name, each in counts.items()},
+            "max_new_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "acceptance": counts,
             **run_record(),
         }
         write_atomic(options.out, json.dumps(content, indent=2) + "\n")
 
 
-def _along_traffic(options: EvaluateOptions, engine: "Engine") -> tuple["dict[str, Acceptance]", dict[str, Any]]:
-    """Counts along recorded answers, and their origin for the results file."""
-    from tqdm import tqdm
-
-    from drafter.bench.acceptance import Acceptance, steps_along
+def _recorded(options: EvaluateOptions, target: "Target") -> "Sequence[TrafficRow]":
+    """The recorded answers that fit the target's context (ValueError if none fits)."""
     from drafter.data.traffic import read_traffic
 
     assert options.traffic is not None
-    target, counts = engine.target, Acceptance()
     rows = read_traffic(options.traffic, vocab_size=target.vocab_size)
     fitting = [row for row in rows if len(row.prompt_token_ids) + len(row.token_ids) <= target.max_length]
     if len(fitting) < len(rows):
         print(f"{len(rows) - len(fitting)} answers exceed the target's context: left out", file=sys.stderr)
     if not fitting:
         raise ValueError(f"--traffic {options.traffic} holds no answer that fits the context of {target.name!r}")
-    fitting = fitting[: options.num_prompts]
-    with tqdm(total=len(fitting), unit="answer", disable=None) as bar:
-        for steps in steps_along(engine, fitting, bar.update):
-            counts.add(steps)
-    num_tokens = sum(len(row.token_ids) for row in fitting)
-    print(f"{num_tokens / counts.steps.total():.3f} tokens per step along {len(fitting)} recorded answers")
-    return {"": counts}, {"traffic": str(options.traffic), "num_tokens": num_tokens}
+    return fitting[: options.num_prompts]
 
 
-def _print_tables(counts: "dict[str, Acceptance]") -> None:
+def _print_tables(counts: Mapping[str, dict[str, Any]], whole: dict[str, Any]) -> None:
     """Shares by depth, and accepted tokens per step by category."""
-    from drafter.bench.acceptance import Acceptance
     from drafter.utils.tables import format_table
 
-    whole = sum(counts.values(), Acceptance())
-    shares = [f"{num / max(1, whole.steps.total()):.0%}" for num in whole.reached]
+    shares = [[str(depth), f"{num / whole['num_steps']:.0%}"] for depth, num in enumerate(whole["reached"], 1)]
     print("Share of the steps that accepted a drafted token at this depth:\n")
-    print(format_table(["depth", "accepted"], [[str(depth), share] for depth, share in enumerate(shares, 1)]))
-    rows = [
-        [name or "all", str(own.num_answers), str(own.steps.total()), f"{own.accepted_per_step:.2f}"]
-        for name, own in (counts if len(counts) == 1 else counts | {"": whole}).items()
-    ]
+    print(format_table(["depth", "accepted"], shares))
+    rows = []
+    for name, own in (counts if len(counts) == 1 else {**counts, "": whole}).items():
+        rate = own["num_accepted"] / max(1, own["num_steps"])
+        rows.append([name or "all", str(own["num_answers"]), str(own["num_steps"]), f"{rate:.2f}"])
     print("\nAccepted drafted tokens per step:\n")
     print(format_table(["category", "answers", "steps", "accepted"], rows))

@@ -48,9 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         _open_streams()
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
         code = _dispatch(words)
         sys.stdout.flush()  # here, where a closed pipe is caught
         return code
@@ -73,6 +70,8 @@ def _open_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read by bars that leave the question open, and by other packages
 
@@ -110,15 +109,16 @@ def _dispatch(words: list[str]) -> int:
 
         print(__version__)
         return 0
-    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
     if not words or words[0] in _HELP:
         print(_overview())
         return 0 if words else _EXIT_ERROR
-    if name is None and words[1:2] and words[1] in _HELP and any(each.startswith(f"{words[0]} ") for each in COMMANDS):
-        print(_overview(f"{words[0]} "))
-        return 0
+    name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
     if name is None:
-        given = " ".join(words[:2]) if any(other.startswith(f"{words[0]} ") for other in COMMANDS) else words[0]
+        is_group = any(other.startswith(f"{words[0]} ") for other in COMMANDS)
+        if is_group and words[1:2] and words[1] in _HELP:
+            print(_overview(f"{words[0]} "))
+            return 0
+        given = " ".join(words[:2]) if is_group else words[0]
         raise ValueError(f"unknown command {given!r}{suggestion(given, COMMANDS)}. Commands: {', '.join(COMMANDS)}")
     function, rest = load_command(name), words[len(name.split()) :]
     kind = options_class(function)

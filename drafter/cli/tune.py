@@ -2,37 +2,9 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import asdict
 
-from drafter.bench.settings import TuneSettings
-from drafter.engine.loading import TargetConfig
-from drafter.utils.options import Options
-from drafter.utils.validate import within
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions(Options, TuneSettings, TargetConfig):
-    """Measure step times and acceptance on this machine, and choose a tree for each number of rows.
-
-    Other commands find the file beside the drafter and use the file on the same device, in the same number format, with
-    the same target. Plain decoding is chosen where nothing is faster.
-
-    Attributes:
-        drafter: folder of an exported drafter, or the name of a drafter that comes with the package
-        out: file to write (default: in the drafter's folder; under $DRAFTER_HOME for a drafter of the package)
-        overwrite: replace a file of --out that `drafter tune` did not write
-        prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
-        num_prompts: largest number of calibration prompts
-    """
-
-    kept: ClassVar = "nothing was written; a shorter measurement is --seconds 60"
-    drafter: str
-    out: Path | None = None
-    overwrite: bool = False
-    prompts: str = "default"
-    num_prompts: int = within(64, low=1)
+from drafter.bench.settings import TuneOptions
 
 
 def tune(options: TuneOptions) -> None:
@@ -55,7 +27,7 @@ def tune(options: TuneOptions) -> None:
     drafter = load_drafter(options.drafter, target)
     prompts = workload.encode(target)
     print(f"measuring for about {options.seconds:g} seconds (--seconds)", file=sys.stderr)
-    sizes, measured = run_tune(target, drafter, prompts, options, options.compile)
+    sizes, measured = run_tune(target, drafter, prompts, options)
     made_by = run_record()
     content = {
         **asdict(sizes),

@@ -18,8 +18,8 @@ from drafter.bench.measure import peak_memory
 from drafter.bench.settings import parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import load_target
 from drafter.engine.settings import EngineConfig
+from drafter.runtimes.loading import load_target
 from drafter.targets.target import Target
 from tests.serving.tiny import tiny_target
 from tests.targets.tiny_gguf import write_gguf

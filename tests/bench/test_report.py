@@ -1,15 +1,12 @@
-"""Results files, the report's bytes, and the pictures; the records are those of docs/results, some changed."""
+"""Results files, and the report's bytes; the records are those of docs/results, some changed."""
 
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
 
-from drafter.bench.plots import draw_all
-from drafter.bench.report import report, sampling_of, summarise
-from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results, spread
+from drafter.bench.report import report, summarise
+from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
@@ -30,11 +27,6 @@ def run(method: str, *, rate: float, categories: dict[str, float] | None = None,
     }
     sums = {"seconds": 1000 / rate, "num_tokens": 1000, "num_forwards": 500, "by_category": parts}
     return {**PLAIN, "method": method, **sums, **changes}
-
-
-def test_figures() -> None:
-    assert spread([4.0, 1.0, 3.0, 2.0]) == {"median": 2.5, "p95": 4.0, "p99": 4.0}
-    assert spread([]) == {"median": 0.0, "p95": 0.0, "p99": 0.0}
 
 
 def test_speedups_are_ratios_within_a_round() -> None:
@@ -75,16 +67,14 @@ def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
     assert len(labels(first, first | {"tuned_digest": "1" * 16}, first | {"drafter": "other"}, {})) == 4
 
 
-def test_seeds_are_corners_of_their_own(tmp_path: Path) -> None:
+def test_seeds_are_corners_of_their_own() -> None:
     records = [run(method, rate=rate * seed, seed=seed, temperature=1.0)
                for seed in (3, 7) for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
     tables = summarise(records)
-    assert [sampling_of(methods[0].rounds[0])[-1] for methods in tables] == ["3", "7"]
+    assert [methods[0].rounds[0]["seed"] for methods in tables] == [3, 7]
     for _, lookup in tables:
         assert len(lookup.rounds) == 1 and (lookup.speedup or (0,))[0] == pytest.approx(2.0)
     assert "## prompts-mtbench, temperature 1, seed 3\n" in report(records)
-    names = {path.stem for path in draw_all(tables, tmp_path)}
-    assert names == {f"speedup-prompts-mtbench-t1-seed{seed}" for seed in (3, 7)}
 
 
 def test_runs_of_no_time_and_of_other_categories_have_a_report() -> None:
@@ -131,18 +121,3 @@ def test_resuming_drops_a_line_cut_by_a_crash_and_leaves_other_files_as_they_are
         with pytest.raises(ValueError, match=reason):
             resume_results(path)
         assert path.read_bytes() == other
-
-
-def test_a_picture_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
-    path, *_ = draw_all(summarise(PEERS), tmp_path)
-    assert path.stem == f"speedup-{PLAIN['prompts']['name']}-t0"
-    with Image.open(path) as image:
-        assert 500 < image.width < 1800 and 300 < image.height < 2000, image.size
-    text = "".join(ElementTree.parse(path.with_suffix(".svg")).getroot().itertext())
-    for shown in ("Speed over plain decoding", "llama-cpp:BF16", "all prompts", "humanities"):
-        assert shown in text
-    many = [run(f"drafter:W{width}", rate=float(width)) for width in range(1, 10)]
-    (path,) = draw_all(summarise([run("none", rate=1.0), *many]), tmp_path)
-    text = path.with_suffix(".svg").read_text()
-    assert "the 7 fastest of 9 methods" in text and ">drafter:W9<" in text and ">drafter:W2<" not in text
-    assert draw_all(summarise(many), tmp_path) == [], "no baseline"

@@ -60,17 +60,13 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
     assert [record["round"] for record in records] == [0] * 4 + [1] * 4
     for record in records:
         assert record["identical"] == {"num_prompts": 3, "num_identical": 3, "margins": []}
-        assert 0 < record["first_token_seconds"]["median"] <= record["latency_seconds"]["median"] <= record["seconds"]
+        assert 0 < record["first_token_seconds"] <= record["latency_seconds"] <= record["seconds"]
         parts = record["by_category"]
         assert list(parts) == ["math", "writing"] and parts["math"]["num_answers"] == 2
         assert sum(part["num_tokens"] for part in parts.values()) == record["num_tokens"]
     plain, drafted, _, peer = records[:4]
     assert plain["num_forwards"] == plain["num_tokens"] == peer["num_tokens"] == peer["num_forwards"]
-    assert plain["acceptance"] == [plain["num_tokens"]] and "acceptance" not in peer
-    kept = sum(depth * count for depth, count in enumerate(drafted["acceptance"]))
-    assert sum(drafted["acceptance"]) == drafted["num_forwards"] < drafted["num_tokens"]
-    # A step gives what it kept and one token more; the last step of an answer may be cut.
-    assert 0 <= drafted["num_forwards"] + kept - drafted["num_tokens"] <= 4
+    assert drafted["num_forwards"] < drafted["num_tokens"]
 
 
 def test_batches_and_temperatures_are_points_of_a_grid(

@@ -45,10 +45,7 @@ def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
         ({"methods": ("lookup", "lookup")}, "--methods is empty or names a value twice: lookup, lookup"),
         ({"methods": ("drafter",)}, "drafter needs a drafter: give --drafter"),
         ({"methods": ("draft-model",)}, "draft-model needs a smaller model: give --draft-model"),
-        (
-            {"peer_python": ("vlm=python",)},
-            "--peer-python vlm=python must be NAME=PYTHON with llama-cpp-python",
-        ),
+        ({"peer_python": ("vlm=p",)}, "--peer-python vlm=p must be NAME=PYTHON with llama-cpp-python"),
     ],
 )
 def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], reason: str) -> None:

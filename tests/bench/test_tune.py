@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.bench.settings import TuneSettings
+from drafter.bench.settings import TuneOptions
 from drafter.bench.tune import _Calibration, candidates, tune, tuned_table
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
@@ -20,7 +20,8 @@ from drafter.runtimes.torch import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
 
-SETTINGS = TuneSettings(batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, seconds=20)
+MODELS = {"target": "tiny", "drafter": "tiny"}
+SETTINGS = TuneOptions(**MODELS, batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, seconds=20)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("drafter.bench.tune._NUM_ROUNDS", 60)
     _scaled_steps(monkeypatch, 1e-7)
     prompts = prompts_for(8, seed=5)
-    settings = TuneSettings(batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
+    settings = TuneOptions(**MODELS, batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
     _, measured = tune(shared_target(), trained_drafter(), prompts, settings)
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     for _, width, length, size, _, tokens_per_step, num_steps in measured[1:]:

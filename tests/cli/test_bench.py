@@ -26,9 +26,6 @@ def test_one_command_measures_and_prints_the_table(
     shown = capsys.readouterr()
     assert "| drafter" in shown.out and "2 runs made" in shown.err
     assert main(words) == 0 and "0 runs made" in capsys.readouterr().err
-    assert main(["bench", "report", str(out), "--out", str(tmp_path / "report")]) == 0
-    assert (tmp_path / "report" / "report.md").read_text() + "\n" == shown.out
-    assert (tmp_path / "report" / "speedup-mine-t0.svg").is_file()
     assert main(["bench", "report", str(out)]) == 0
     assert capsys.readouterr().out == shown.out
 
@@ -44,13 +41,3 @@ def test_what_cannot_be_is_refused_in_one_line(target: str, prompts: str, tmp_pa
     foreign.write_text('{"prompt": "no line feed behind it"}')
     refused([*asked, "--out", str(foreign)], "prompts.jsonl")
     assert foreign.read_text() == '{"prompt": "no line feed behind it"}'
-
-
-def test_a_report_replaces_its_own_file_alone(tmp_path: Path, refused: Refused) -> None:
-    results = Path(__file__).resolve().parents[2] / "docs" / "results" / "peers-cpu-zen5.jsonl"
-    words = ["bench", "report", str(results), "--out", str(tmp_path)]
-    (tmp_path / "report.md").write_text("# My notes\n")
-    refused(words, "report.md exists and no earlier run wrote it")
-    assert (tmp_path / "report.md").read_text() == "# My notes\n"
-    (tmp_path / "report.md").unlink()
-    assert main(words) == main(words) == 0

@@ -60,7 +60,7 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
     ("kind", "name"),
     [
         (TunedSizes, "plans"), (RowPlan, "choices"), (Row, "messages"), (Row, "tools"), (Row, "token_ids"),
-        (results._Run, "acceptance"), (results._Identical, "margins"),
+        (results._Identical, "margins"),
     ],
 )  # fmt: skip
 def test_a_list_ends_at_its_first_fault(kind: Any, name: str) -> None:
