@@ -23,7 +23,7 @@ from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
 from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
-from drafter.training.checkpoint import last_checkpoint
+from drafter.training.callbacks import last_checkpoint
 from drafter.training.losses import count_better, exact_loss, sampled_loss
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
