@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from drafter.data.module import ChatDataModule
 from drafter.models.checkpoint import read_trained
 from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO, last_checkpoint
-from drafter.training.module import drafter_module
+from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
 from drafter.utils.provenance import run_record
@@ -195,7 +195,7 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
 
 def _parse(args: list[str] | dict[str, Any]) -> TrainCLI:
     cli = TrainCLI(
-        drafter_module,
+        DrafterModule,
         ChatDataModule,
         args=args,
         run=False,

@@ -292,6 +292,7 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     # Values that only Lightning or torch reads, the last one at the first step.
     sound = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
     torch.save(sound | {"loops": {"validate_loop": {}}}, tmp_path / "other.ckpt")
+    torch.save({name: sound[name] for name in sound if name != "num_processes"}, tmp_path / "former.ckpt")
     torch.save(sound | {"optimizer_states": ["x"]}, tmp_path / "optimizer.ckpt")
     sound["optimizer_states"][0]["state"][0]["exp_avg"] = 0.5
     torch.save(sound, tmp_path / "step.ckpt")
