@@ -86,8 +86,6 @@ def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = 
 
     >>> choose_draft_vocabulary(torch.tensor([5, 0, 9, 7, 0]), 3, always=[1]).tolist()
     [1, 2, 3]
-    >>> choose_draft_vocabulary(torch.tensor([1, 1, 1, 2]), 2).tolist()
-    [0, 3]
     """
     count_V = count_V.clone()
     count_V[list(always)] = count_V.max() + 1

@@ -7,7 +7,7 @@ import yaml
 
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.build import summary_lines
+from drafter.training.build import choose_draft_vocabulary, summary_lines
 from drafter.training.options import Objective, OptimOptions
 
 
@@ -24,6 +24,13 @@ def test_learning_rate_rises_then_falls_to_its_end(options: dict, last: float) -
     assert OptimOptions(warmup_steps=1000).factor(5)(4) <= 1
     with pytest.raises(ValueError, match="this run has none: give --trainer.max_steps"):
         OptimOptions(**options).factor(math.inf)
+
+
+def test_draft_vocabulary_worked_example() -> None:
+    counts = torch.tensor([5, 0, 9, 7, 0])
+    ids = choose_draft_vocabulary(counts, 3, always=[1])
+    assert ids.tolist() == [1, 2, 3]
+    assert choose_draft_vocabulary(torch.tensor([1, 1, 1, 2]), 2).tolist() == [0, 3]
 
 
 def test_bad_options_are_named() -> None:
