@@ -21,8 +21,8 @@ from torch import Tensor
 from drafter import Engine, SamplingParams
 from drafter.bench.workload import read_prompt_set
 from drafter.engine.settings import Plan
+from drafter.models.checkpoint import drafter_of_checkpoint
 from drafter.runtimes.loading import load_target
-from drafter.training.checkpoint import drafter_of_checkpoint
 from drafter.utils.io import append
 
 

@@ -26,12 +26,12 @@ RULES = {
     "data": "targets utils torch datasets lightning:module.py",
     "distill": "data engine proposers decoding models targets utils torch ray:ray_answers.py",
     "serving": "engine proposers decoding models targets utils torch fastapi ray:ray_app.py",
-    "integrations": "runtimes engine proposers decoding models targets utils torch transformers wandb:wandb.py "
+    "integrations": "runtimes engine proposers decoding models targets utils torch transformers "
     "vllm:__init__.py,model.py",
     "bench": "distill:workload.py data engine proposers decoding models targets utils torch "
     "transformers:backends.py datasets:workload.py vllm:peer_worker.py",
-    "training": "runtimes integrations:checkpoint.py,run.py data engine:callbacks.py decoding:callbacks.py models "
-    "targets utils torch transformers lightning",
+    "training": "runtimes integrations:adapt.py data engine:callbacks.py decoding:callbacks.py models targets utils "
+    "torch transformers lightning wandb:run.py",
     "cli": "training bench integrations serving distill data engine proposers decoding models runtimes targets utils "
     "torch",
 }

@@ -12,7 +12,7 @@ from drafter.bench.settings import BenchOptions
 from drafter.data.module import ChatDataModule
 from drafter.serving.options import ServeOptions
 from drafter.serving.ray_app import read_args
-from drafter.training.module import drafter_module
+from drafter.training.module import DrafterModule
 from drafter.training.run import TrainCLI
 from drafter.utils.options import config_first, read_options
 from scripts import ablations
@@ -28,7 +28,7 @@ class Parsed(TrainCLI):
     """The parser of `drafter train`, and the frozen options, which check their own values."""
 
     def __init__(self, words: list[str]) -> None:
-        super().__init__(drafter_module, ChatDataModule, args=words, run=False, save_config_callback=None)
+        super().__init__(DrafterModule, ChatDataModule, args=words, run=False, save_config_callback=None)
 
     def instantiate_trainer(self, **kwargs: object) -> None:
         """A trainer would look for the accelerator that the file asks for."""

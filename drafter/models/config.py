@@ -11,7 +11,6 @@ from drafter.models.files import FLOATS
 from drafter.utils.validate import check_ranges, within
 
 _CHOICES = {"context": ("last", "fused"), "head": ("full", "tied")}
-_FORMER = {"cell": "rnn", "head_rank": None}  # keys of earlier versions, and the one value that they may have
 _MAX_CONTEXT_LAYERS = 64
 _FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
@@ -76,9 +75,6 @@ class DrafterConfig(PreTrainedConfig):
     target_fingerprint: str = ""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name, only in _FORMER.items():
-            if (value := kwargs.pop(name, only)) != only:
-                raise ValueError(f"drafter {name} is {value!r} but must be {only!r}: another program made this drafter")
         unknown = sorted(set(kwargs) - _LIBRARY_KEYS)
         if unknown:
             raise ValueError(f"drafter config has unknown key {unknown[0]!r}: remove it, or correct its spelling")

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 from drafter.data.traffic import TrafficRow, read_traffic
+from drafter.integrations.export import check_export, export
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
-from drafter.training.checkpoint import check_export, export_checkpoint
 from drafter.training.options import AdaptOptions, DrafterOptions
 from drafter.training.run import train
 from drafter.utils.io import locked, write_atomic
@@ -87,7 +87,7 @@ def adapt(
             load.cache_clear()
             gc.collect()  # a target and what hangs on it refer to each other
             train(_recipe(options, work, longest))
-            export_checkpoint(checkpoint, made)
+            export(checkpoint, made)
             gc.collect()  # the trainer's target
         after = _kept(work / "after.json", lambda: _measured(load(), load_drafter(str(made), load()), prompts))
         figures = {name: compared(before[name], after[name]) for name in before}
@@ -96,7 +96,7 @@ def adapt(
         if has_gained:
             measured = {name: figure._asdict() for name, figure in figures.items()}
             facts = {"from": str(drafter), "answers": num_answers, "minutes": options.minutes}
-            export_checkpoint(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
+            export(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
     return has_gained
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.models.checkpoint import drafter_of_checkpoint, shape_of
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import drafter_of_checkpoint, shape_of
 from drafter.training.options import DrafterOptions
 
 _NUM_SCALE_PROMPTS = 8

@@ -21,7 +21,6 @@ from drafter.engine.request import Prompt
 from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from drafter.training.checkpoint import last_checkpoint
 from drafter.utils.io import replacing
 
 _MEASURED_TOGETHER = 8  # prompts
@@ -75,6 +74,11 @@ class TokensPerStep(Callback):
         module.log("val/tokens_per_step", num_tokens / num_steps, prog_bar=True, sync_dist=True)
         for depth in range(1, length + 1):
             module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
+
+
+def last_checkpoint(trainer: Any) -> Path:
+    """The place of a run's newest checkpoint, which may not be written yet."""
+    return Path(trainer.checkpoint_callback.dirpath, "last.ckpt")
 
 
 class SaveWhenStopped(Callback):

@@ -6,15 +6,15 @@ F feature size of the head.
 
 import math
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Timer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from drafter.data.batch import ChatBatch
 from drafter.data.module import ChatDataModule
@@ -23,7 +23,7 @@ from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
 from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
-from drafter.training.checkpoint import last_checkpoint
+from drafter.training.callbacks import last_checkpoint
 from drafter.training.losses import count_better, exact_loss, sampled_loss
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
@@ -86,9 +86,13 @@ class DrafterModule(LightningModule):
 
     def __init__(
         self,
-        make_target: Callable[[torch.device, int], Target],
         data: ChatDataModule,
-        *,
+        target: str,
+        target_dtype: str = "auto",
+        quantization: str = "none",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        shard_target: bool = False,
         drafter: DrafterOptions = DrafterOptions(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
@@ -96,14 +100,26 @@ class DrafterModule(LightningModule):
     ) -> None:
         """
         Args:
-            make_target: loads the target for this process's device; the number is that of the node's devices.
             data: the rows, which give draft vocabulary, scales and hidden states.
-            drafter, objective, optim, init_from: as of :func:`drafter_module`.
+            target: alias, hub id, folder or .gguf file.
+            target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
+            quantization: int8 or int4 rounds the target's weights after loading; none.
+            revision: hub revision of the target.
+            trust_remote_code: run code of a hub model.
+            shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
+            drafter: shape of the drafter.
+            objective: the losses and their weights.
+            optim: optimizer and learning rate.
+            init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
         """
         super().__init__()
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self.data = data
-        self._make_target, self._init_from = make_target, init_from
+        self._init_from, self._is_sharded = init_from, shard_target
+        self._load_target = partial(
+            load_target, target, runtime="torch", dtype=target_dtype, quantization=quantization, revision=revision,
+            trust_remote_code=trust_remote_code, is_trainable=True,
+        )  # fmt: skip
         self._rates = objective.rates(drafter.draft_length)
         self._seed = torch.initial_seed()
         self.num_positions = 0
@@ -125,7 +141,8 @@ class DrafterModule(LightningModule):
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        target = self._make_target(self.trainer.strategy.root_device, self.trainer.num_devices)
+        num_shards = self.trainer.num_devices if self._is_sharded else 1
+        target = self._load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
         drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
         self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -184,24 +201,19 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
-        before, now = checkpoint.get("num_processes"), self.trainer.world_size
-        if before is None:
-            raise ValueError(
-                "the checkpoint does not say how many processes wrote it, as those of other versions: start a new run "
-                "from its weights with --model.init_from"
-            )
+        before, now = checkpoint["num_processes"], self.trainer.world_size
         if before != now:
             raise ValueError(
                 f"the checkpoint was written by {before} process(es) and this run has {now}: resume with as many, or "
                 "start a new run from its weights with --model.init_from"
             )
         # --trainer.max_time counts from each start; the time of earlier starts would stop the run at once.
-        checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)
+        checkpoint["callbacks"].pop(Timer.__qualname__, None)
         saved = checkpoint["drafter_config"]
         expect_same_shape(self.drafter.config, saved)
         self.drafter.set_scales(saved["hidden_scale"], saved["embedding_scale"])
         self.num_positions = int(checkpoint["num_positions"])
-        self._began = time.monotonic() - float(checkpoint.get("seconds", 0.0))
+        self._began = time.monotonic() - float(checkpoint["seconds"])
         ids_R = checkpoint["state_dict"]["drafter.draft_token_ids_R"]
         if not torch.equal(ids_R.cpu(), self.drafter.draft_token_ids_R.cpu()):
             raise ValueError(
@@ -272,7 +284,7 @@ class DrafterModule(LightningModule):
         if self.teacher.target.device.type != "cuda":
             return paired
         # The host waits for a copy to the device unless the copy begins in pinned memory.
-        pinned: PairedBatch = tree_map(lambda part: part.pin_memory() if isinstance(part, Tensor) else part, paired)
+        pinned: PairedBatch = apply_to_collection(paired, Tensor, Tensor.pin_memory)
         return pinned
 
     def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
@@ -333,42 +345,3 @@ class DrafterModule(LightningModule):
             speed = (self.num_positions - old) / (self._clock[0] - before)
             self.log("train/positions_per_s", speed, prog_bar=True)
         self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
-
-
-def drafter_module(
-    data: ChatDataModule,
-    target: str,
-    target_dtype: str = "auto",
-    quantization: str = "none",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    shard_target: bool = False,
-    drafter: DrafterOptions = DrafterOptions(),  # noqa: B008 (frozen)
-    objective: Objective = Objective(),  # noqa: B008 (frozen)
-    optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
-    init_from: str | None = None,
-) -> DrafterModule:
-    """The module of the settings under ``model:``.
-
-    Args:
-        data: the rows.
-        target: alias, hub id, folder or .gguf file.
-        target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
-        quantization: int8 or int4 rounds the target's weights after loading; none.
-        revision: hub revision of the target.
-        trust_remote_code: run code of a hub model.
-        shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
-        drafter: shape of the drafter.
-        objective: the losses and their weights.
-        optim: optimizer and learning rate.
-        init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
-    """
-
-    def make_target(device: torch.device, num_devices: int) -> Target:
-        return load_target(
-            target, runtime="torch", dtype=target_dtype, quantization=quantization, revision=revision,
-            trust_remote_code=trust_remote_code, is_trainable=True, device=str(device),
-            num_shards=num_devices if shard_target else 1,
-        )  # fmt: skip
-
-    return DrafterModule(make_target, data, drafter=drafter, objective=objective, optim=optim, init_from=init_from)

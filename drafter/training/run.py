@@ -1,7 +1,9 @@
 """`drafter train`: Lightning's command line over DrafterModule and ChatDataModule."""
 
 import contextlib
+import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,10 +18,9 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from drafter.data.module import ChatDataModule
-from drafter.integrations.wandb import init_options
-from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO
-from drafter.training.checkpoint import last_checkpoint, read_trained
-from drafter.training.module import drafter_module
+from drafter.models.checkpoint import read_trained
+from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO, last_checkpoint
+from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
 from drafter.utils.options import limit_yaml
 from drafter.utils.provenance import run_record
@@ -84,10 +85,7 @@ class TrainCLI(LightningCLI):
             config.trainer.logger = CSVLogger(config.trainer.default_root_dir, name="logs")
         if config.wandb is not None:
             loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
-            root = Path(config.trainer.default_root_dir)
-            record = run_record(settings=self.config.as_dict())
-            options = init_options(config.wandb, root, record=record, is_resumed=config.ckpt_path is not None)
-            config.trainer.logger = [*(logger for logger in loggers if logger), WandbLogger(save_dir=root, **options)]
+            config.trainer.logger = [*(logger for logger in loggers if logger), self._wandb_logger()]
         callbacks = config.trainer.callbacks or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if config.trainer.enable_progress_bar is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
@@ -96,6 +94,27 @@ class TrainCLI(LightningCLI):
         if config.trainer.plugins is None:
             config.trainer.plugins = [WholeCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
+
+    def _wandb_logger(self) -> WandbLogger:
+        """Logs offline where no key is configured and WANDB_MODE says nothing else. A resumed training goes on in the
+        last run of its folder; `wandb sync` joins the parts of one run."""
+        import wandb
+
+        config: Any = self.config
+        project, folder = config.wandb, Path(config.trainer.default_root_dir)
+        if not project or set(project) & set("/\\#?%:"):
+            raise ValueError(f"--wandb {project!r} is no project name: give one without / \\ # ? % :")
+        folder.mkdir(parents=True, exist_ok=True)
+        last = folder / "wandb" / "latest-run"  # a link to (offline-)run-DATE-ID
+        has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
+        return WandbLogger(
+            project=project,
+            save_dir=folder,
+            id=last.resolve().name.rpartition("-")[2] if config.ckpt_path is not None and last.exists() else None,
+            mode=None if has_mode else "offline",
+            config=json.loads(json.dumps(run_record(settings=self.config.as_dict()), default=str)),
+            settings={"console": "off"},
+        )
 
 
 def train(args: Sequence[str] | dict[str, Any]) -> None:
@@ -176,7 +195,7 @@ def _fit(trainer: Any, cli: TrainCLI, ckpt_path: str | None) -> None:
 
 def _parse(args: list[str] | dict[str, Any]) -> TrainCLI:
     cli = TrainCLI(
-        drafter_module,
+        DrafterModule,
         ChatDataModule,
         args=args,
         run=False,

@@ -25,7 +25,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import EngineConfig
-from drafter.integrations.hub import CUSTOM_GENERATE
+from drafter.integrations.export import CUSTOM_GENERATE
 from drafter.integrations.transformers import DrafterDecoder, generate
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model

@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from drafter.engine.loading import shipped_drafter
 from drafter.models.config import DrafterConfig
 from drafter.utils.fingerprint import same_fingerprint
 
 
 def test_sizes_and_json_round_trip(tmp_path: Path) -> None:
+    whole = DrafterConfig(vocab_size=100, hidden_size=8)
+    assert (whole.num_outputs, whole.context_size) == (100, 8)
     sizes = {"vocab_size": 100, "hidden_size": 8, "draft_vocab_size": 30}
     config = DrafterConfig(**sizes, context="fused", context_layers=[1, 3, 5], target_name="t", embedding_scale=8.5)
     assert (config.num_outputs, config.context_size, config.context_layers) == (30, 24, (1, 3, 5))
@@ -23,13 +24,6 @@ def test_sizes_and_json_round_trip(tmp_path: Path) -> None:
     for field, value in {"num_res_blocks": [], "hidden_scale": [1.0], "draft_length": None, "id2label": "x"}.items():
         with pytest.raises(ValueError, match=f"a.json: .*{field if value != 'x' else 'items'}"):
             DrafterConfig.from_fields({**saved, field: value}, "a.json")
-
-
-def test_a_file_of_an_earlier_version_is_read() -> None:
-    config = DrafterConfig(vocab_size=100, hidden_size=8)
-    assert (config.num_outputs, config.context_size) == (100, 8)
-    assert DrafterConfig.from_fields({**config.to_dict(), "head_rank": None}, "x").to_dict() == config.to_dict()
-    assert DrafterConfig.from_pretrained(shipped_drafter("smollm2-135m")).head == "tied"
 
 
 def test_fingerprints_forgive_rounding_only() -> None:

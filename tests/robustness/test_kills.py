@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from drafter.engine.tuned import read_tuned
+from drafter.models.checkpoint import read_trained
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
-from drafter.training.checkpoint import read_trained
 from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
 from tests.robustness.harness import WHEEL, leftovers

@@ -78,14 +78,16 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
     drafter = {"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}
     objective = changes.pop("objective", {})
     optim = {"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}
-    return DrafterModule(
-        lambda *_: target,
+    module = DrafterModule(
         changes.pop("data", None) or FakeData(greedy_rows(target), 1),
+        target.name,
         drafter=DrafterOptions(**drafter),
         objective=Objective(**objective),
         optim=OptimOptions(**optim),
         **changes,
     )
+    module._load_target = lambda **_: target
+    return module
 
 
 def make_trainer(folder: Any, **changes: Any) -> Trainer:

@@ -143,13 +143,13 @@ def test_a_call_that_was_stopped_at_its_end_does_not_train_again(
     command = words(place, out, "--drafter", str(out))
 
     def stop(*found: object, **facts: object) -> None:
-        export(*found, **facts)
+        write(*found, **facts)
         if "facts" in facts:
             raise KeyboardInterrupt
 
-    export: Any = module.export_checkpoint
+    write: Any = module.export
     with monkeypatch.context() as patch:
-        patch.setattr(module, "export_checkpoint", stop)
+        patch.setattr(module, "export", stop)
         assert main(command) == 130
     weights = (out / "model.safetensors").read_bytes()
     assert weights != (place / "drafter" / "model.safetensors").read_bytes()

@@ -1,8 +1,6 @@
 """Training itself, on a tiny target's own greedy text, and the target as a teacher."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
-from drafter.training.module import DrafterModule, Teacher
+from drafter.training.module import Teacher
 from tests.targets.zoo import TARGETS, build
 from tests.training.fakes import FakeData, fit, greedy_rows, make_module, make_target, make_trainer, tokens_per_step
 
@@ -123,7 +121,7 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
 def test_lightnings_default_device_is_not_that_of_the_hosts_tensors(tmp_path, monkeypatch) -> None:
     target = make_target()
     module, trainer = make_module(target), make_trainer(tmp_path, max_steps=1, limit_val_batches=0)
-    module._make_target = lambda *_: wrap_model(target.model, name="anew")
+    module._load_target = lambda **_: wrap_model(target.model, name="anew")
     monkeypatch.setattr(trainer.strategy, "tensor_init_context", lambda *_: torch.device("meta"))
     trainer.fit(module, datamodule=FakeData(greedy_rows(target), 1))
     assert module.drafter.device.type == "cpu" and module._draft_index_V.device.type == "cpu"
@@ -163,9 +161,3 @@ def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
     assert name != "Gemma2" or 29 < wanted_CR.abs().max() <= 30
     teacher = Teacher(target, ids_R, torch.float32)
     torch.testing.assert_close(teacher.logits(hidden_CD), wanted_CR, rtol=1e-4, atol=1e-4)
-
-
-def test_a_checkpoint_of_another_version_is_refused_in_one_line() -> None:
-    module: Any = SimpleNamespace(trainer=SimpleNamespace(world_size=1))
-    with pytest.raises(ValueError, match="does not say how many processes wrote it.*--model.init_from"):
-        DrafterModule.on_load_checkpoint(module, {})

@@ -15,10 +15,11 @@ import torch
 from lightning.pytorch.callbacks import timer
 
 from drafter.cli.main import main
+from drafter.integrations.export import export, model_card
+from drafter.models.checkpoint import drafter_of_checkpoint, read_trained
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
-from drafter.training.checkpoint import drafter_of_checkpoint, export_checkpoint, model_card, read_trained
 from drafter.training.module import DrafterModule
 from drafter.training.run import _parse, train
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
@@ -270,7 +271,7 @@ def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, mo
 
 
 def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
-    exported = export_checkpoint(trained / "checkpoints" / "last.ckpt", place / "start", dtype="float32")
+    exported = export(trained / "checkpoints" / "last.ckpt", place / "start", dtype="float32")
     run = place / "continued"
     train(words(place, run, "--model.init_from", str(exported), "--model.optim.lr", "1e-30"))
     before, after = drafter_of_checkpoint(exported), drafter_of_checkpoint(run / "checkpoints" / "last.ckpt")
@@ -291,6 +292,7 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     # Values that only Lightning or torch reads, the last one at the first step.
     sound = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
     torch.save(sound | {"loops": {"validate_loop": {}}}, tmp_path / "other.ckpt")
+    torch.save({name: sound[name] for name in sound if name != "num_processes"}, tmp_path / "former.ckpt")
     torch.save(sound | {"optimizer_states": ["x"]}, tmp_path / "optimizer.ckpt")
     sound["optimizer_states"][0]["state"][0]["exp_avg"] = 0.5
     torch.save(sound, tmp_path / "step.ckpt")
@@ -318,7 +320,7 @@ def test_mistakes_are_one_line(more: list[str], fragments: list[str], place: Pat
 
 
 def test_export_holds_everything_and_decodes(place: Path, trained: Path, tmp_path) -> None:
-    out = export_checkpoint(trained / "checkpoints" / "best.ckpt", tmp_path / "drafter")
+    out = export(trained / "checkpoints" / "best.ckpt", tmp_path / "drafter")
     assert {"config.json", "model.safetensors", "README.md", "run.json"} <= {file.name for file in out.iterdir()}
     drafter = RecurrentDrafter.from_pretrained(out)
     target = load_target(str(place / "target"), device="cpu")
@@ -329,7 +331,7 @@ def test_export_holds_everything_and_decodes(place: Path, trained: Path, tmp_pat
     drafter.config.target_name = "<img src=x onerror=alert(1)>`\n# Title"
     hostile = model_card(drafter, {"training": {}, "data": {}, "trained_positions": 1, "steps": 1})
     assert "# Recurrent drafter for  img src=x onerror=alert(1) # Title\n" in hostile
-    exact = export_checkpoint(trained / "checkpoints" / "best.ckpt", out, dtype="float32")
+    exact = export(trained / "checkpoints" / "best.ckpt", out, dtype="float32")
     assert exact == out and RecurrentDrafter.from_pretrained(out).dtype == torch.float32
 
 
@@ -338,7 +340,7 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="exists and is no exported drafter"):
-        export_checkpoint(checkpoint, tmp_path / "mine")
+        export(checkpoint, tmp_path / "mine")
     sound = torch.load(checkpoint, weights_only=True)
     state = sound["state_dict"]
     for content, fragment in (
@@ -353,10 +355,10 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
     ):
         torch.save(content, damaged)
         with pytest.raises(ValueError, match=fragment):
-            export_checkpoint(damaged, tmp_path / "out")
-    exported = export_checkpoint(checkpoint, tmp_path / "exported")
+            export(damaged, tmp_path / "out")
+    exported = export(checkpoint, tmp_path / "exported")
     (exported / "notes.txt").write_text("years of work")
     with pytest.raises(ValueError, match="notes.txt"):  # it would be removed with the old version
-        export_checkpoint(checkpoint, exported)
+        export(checkpoint, exported)
     assert drafter_of_checkpoint(exported).config.vocab_size
     assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "exported", "mine"]

@@ -4,10 +4,13 @@ import csv
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import wandb
+from lightning.pytorch.loggers import CSVLogger
 
-from drafter.integrations.wandb import init_options, wandb_mode
+from drafter.training import run
 from drafter.training.run import train
 from tests.training.test_run import place, words
 
@@ -44,11 +47,11 @@ def run_files(folder: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def logged(place: Path, no_key: pytest.MonkeyPatch) -> Path:
     """A run of eight steps, logged offline, then continued for four more."""
-    run = place / "wandb-run"
-    train(words(place, run, *CALLBACK, "--wandb", "tests"))
+    folder = place / "wandb-run"
+    train(words(place, folder, *CALLBACK, "--wandb", "tests"))
     more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
-    train(words(place, run, *CALLBACK, "--wandb", "tests", *more))
-    return run
+    train(words(place, folder, *CALLBACK, "--wandb", "tests", *more))
+    return folder
 
 
 def test_metrics_and_config_are_in_the_file(logged: Path) -> None:
@@ -62,28 +65,24 @@ def test_metrics_and_config_are_in_the_file(logged: Path) -> None:
     assert len(found) == 2
 
 
-def test_only_a_resumed_training_goes_on_in_the_last_run(logged: Path, tmp_path: Path) -> None:
-    def run_id(folder: Path, is_resumed: bool) -> str:
-        return str(init_options("tests", folder, record={}, is_resumed=is_resumed)["id"])
-
+def test_a_resumed_training_goes_on_in_the_last_run(logged: Path) -> None:
     first, second = run_files(logged)
-    assert first.name == second.name == f"run-{run_id(logged, True)}.wandb"
-    assert len({run_id(logged, True), run_id(logged, False), run_id(tmp_path, True), run_id(tmp_path, True)}) == 4
+    assert first.name == second.name
     rows = csv.DictReader((logged / "logs" / "version_1" / "metrics.csv").read_text().splitlines())
     steps = [int(row["step"]) for row in rows]
     assert min(steps) >= 8 and max(steps) == 11, "the last of twelve steps, as in a run without a stop"
 
 
-def test_no_key_is_offline_and_a_key_is_online(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wandb_mode() == "offline"
-    monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ValueError, match="set WANDB_API_KEY"):  # and nothing is asked
-        wandb_mode()
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wandb_mode() == "disabled"
-    monkeypatch.delenv("WANDB_MODE")
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wandb_mode() == "online"
+def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(run, "WandbLogger", lambda **options: made.append(options) or CSVLogger(tmp_path))
+    given = words(place, tmp_path / "run", "--wandb")
+    for has_key, mode in ((True, ""), (False, "disabled"), (False, "")):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setattr(wandb, "login", lambda has_key=has_key, **_: has_key)
+        run._parse([*given, "tests"])
+    assert [options["mode"] for options in made] == [None, None, "offline"]
     with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
-        init_options("me/mine", tmp_path, record={}, is_resumed=False)
+        run._parse([*given, "me/mine"])

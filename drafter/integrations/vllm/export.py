@@ -6,7 +6,6 @@ Shapes: T tokens · D hidden size.
 import copy
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
-from drafter.utils.io import check_output_folder, replacing
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _REFUSAL = "this drafter cannot be written for vLLM"
@@ -52,24 +50,18 @@ Copies from the text: {copying}.
 """
 
 
-def export_vllm(
-    drafter: RecurrentDrafter, out: Path, *, target: Target, dtype: str = "bfloat16", copying: bool = True
-) -> Path:
-    """Write a drafter as a folder for vLLM; the folder is complete or not there at all.
+def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copying: bool) -> None:
+    """Write the files of a drafter into a folder that exists. vLLM converts the weights to the target's number format.
 
     Args:
+        folder: the folder.
         drafter: any head and blocks; its context is the last hidden state, or several layers (``fused``).
-        out: the folder; an earlier one is replaced.
         target: the drafter's, with plain weights.
-        dtype: ``float32`` or ``bfloat16`` weights. vLLM converts them to the target's number format.
         copying: mix the drafts with copies from the text.
 
     Raises:
         ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
-        OSError: the disk is full or not writable.
     """
-    check_output_folder(out, mark=ARCHITECTURE, files=("config.json", WEIGHTS, "README.md"), what="drafter for vLLM")
-    drafter.bind(target)
     _check_context(drafter.config, target)
     gain_D, epsilon = _rms_norm_of(target)
     config = copy.deepcopy(drafter.config)
@@ -80,26 +72,22 @@ def export_vllm(
     if config.head == "tied" and not shares_head(config):
         tensors[OUTPUT_ROWS] = target.output_weight_VD[drafter.draft_token_ids_R.to(target.output_weight_VD.device)]
     tensors = {
-        name: tensor.detach().cpu().to(getattr(torch, dtype) if tensor.is_floating_point() else None).contiguous()
+        name: tensor.detach().cpu().to(drafter.dtype if tensor.is_floating_point() else None).contiguous()
         for name, tensor in tensors.items()
     }
-    with replacing(out) as folder:
-        folder.mkdir()
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        fields = _config(config, target, epsilon, dtype, copying)
-        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        card = _CARD.format(
-            name=config.target_name,
-            versions=", ".join(TESTED_VERSIONS),
-            draft_length=min(3, config.draft_length),
-            copying="yes" if copying else "no",
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
-    return out
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    fields = _config(config, target, epsilon, drafter.dtype, copying)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    card = _CARD.format(
+        name=config.target_name,
+        versions=", ".join(TESTED_VERSIONS),
+        draft_length=min(3, config.draft_length),
+        copying="yes" if copying else "no",
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: str, copying: bool) -> dict[str, Any]:
+def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: torch.dtype, copying: bool) -> dict[str, Any]:
     """``config.json``: vLLM reads a Llama of the size of a state, whose one layer has keys of the target's shape."""
     text = target.config.get_text_config(decoder=True)
     num_heads = int(text.num_attention_heads)
@@ -118,7 +106,7 @@ def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: str, c
         "draft_vocab_size": config.num_outputs,
         "max_position_embeddings": target.max_length,
         "tie_word_embeddings": False,
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": sorted(set(layers)),
         COPYING_KEY: copying,
         DRAFTER_KEY: config.to_diff_dict(),

@@ -5,6 +5,7 @@ import logging
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, StableLmConfig, St
 
 from drafter.cli.main import main
 from drafter.integrations import vllm as plugin
-from drafter.integrations.vllm.export import export_vllm
+from drafter.integrations.export import export
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamDrafting, BeamProposer
@@ -27,6 +28,7 @@ from tests.data.engine_files import states_before_norm
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
+export_vllm = partial(export, format="vllm")
 FORMS: dict[str, dict[str, Any]] = {
     "as published": {"head": "full"},
     "low rank, scaled": {"head": "full", "block_rank": 5, "hidden_scale": 0.4, "embedding_scale": 3.0},

@@ -9,7 +9,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import EngineConfig
-from drafter.integrations.vllm.export import export_vllm
+from drafter.integrations.export import export
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[3]
 PROMPTS = os.environ.get("DRAFTER_VLLM_PROMPTS") or str(ROOT / "scripts" / "quickstart-prompts.jsonl")
 NUM_TOKENS = 128
 KNOWN = prompts_for(16, seed=100)  # of the tiny target
+export_vllm = partial(export, format="vllm")
 GREEDY = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
 
 pytestmark = [

@@ -1,17 +1,13 @@
-"""What leaves the house: the published format from the command line, and the hub (a local stand-in)."""
+"""The published format from the command line, and flags that do not fit."""
 
 import json
-import os
 from pathlib import Path
-from unittest.mock import Mock
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalTokenNotFoundError
 
 from drafter.cli.main import main
-from drafter.integrations.hub import export_apple
+from drafter.integrations.export import export
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.engine.drafters import shared_target, trained_drafter
@@ -74,21 +70,5 @@ def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
     config = trained_drafter().config.to_dict() | {"target_fingerprint": "80" * 64, "target_name": "somebody"}
     stranger = RecurrentDrafter(DrafterConfig.from_dict(config))
     with pytest.raises(ValueError, match=f"'somebody' and cannot draft for '{other.name}'"):
-        export_apple(stranger, tmp_path / "out", target=other)
+        export(stranger, tmp_path / "out", format="apple", target=other)
     assert not list(tmp_path.iterdir())
-
-
-def test_push_from_the_command_line_is_private_and_a_refusal_one_line(
-    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a stand-in for the hub, which asks for a token the second time."""
-    hub, uploaded = Mock(), []
-    hub.create_repo.side_effect = [Mock(repo_id="me/it"), LocalTokenNotFoundError("Token is required")]
-    hub.upload_folder.side_effect = lambda folder_path, **_: uploaded.append(sorted(os.listdir(folder_path)))
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    words = ["export", str(drafter), "--format", "apple", "--out", str(tmp_path / "out"), "--push-to-hub"]
-    assert main([*words, "it"]) == 0 and uploaded == [["config.json", "model.safetensors"]]
-    hub.create_repo.assert_called_once_with("it", private=True, exist_ok=True)
-    assert hub.upload_folder.call_args.kwargs["repo_id"] == "me/it"
-    assert main([*words, "nobody/it"]) == 2 and len(uploaded) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "drafter: error: Token is required"

@@ -1,0 +1,224 @@
+"""`drafter export`: a drafter leaves its training run as a folder, in the format of the program that reads it.
+
+    drafter   our own: also a model card, run.json, and a script for ``model.generate`` of transformers
+    apple     the published format (:mod:`drafter.models.apple_format`)
+    vllm      the folder that vLLM takes with our plug-in (:mod:`drafter.integrations.vllm`)
+
+A folder is complete at every moment: an interrupted export leaves the earlier one.
+"""
+
+import copy
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from drafter.integrations.vllm import ARCHITECTURE
+from drafter.integrations.vllm.export import write_vllm
+from drafter.models import apple_format
+from drafter.models.checkpoint import drafter_from_checkpoint, drafter_of_checkpoint, read_trained, shape_of
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter, check_target
+from drafter.models.files import TUNED_FILE, WEIGHTS
+from drafter.runtimes.loading import load_target
+from drafter.targets.target import Target
+from drafter.utils.io import check_output_folder, replacing
+from drafter.utils.parse import read_json_object
+from drafter.utils.provenance import write_run_record
+
+# Every exported folder carries a copy of this script for ``model.generate(custom_generate=FOLDER)`` of transformers.
+CUSTOM_GENERATE = Path(__file__).parent.parent / "assets" / "smollm2-135m" / "custom_generate"
+_CARD = """---
+library_name: drafter
+pipeline_tag: text-generation
+tags: [speculative-decoding, recurrent-drafter]
+---
+# Recurrent drafter for {target}
+
+A small recurrent head that drafts tokens for `{target}`{revision}. The target checks every draft, so its answers stay
+exactly as they are; they only come in fewer steps.
+
+```
+drafter decode --target {target} --drafter THIS_FOLDER --prompt "What is a prime number?"
+```
+
+With transformers alone in front (the package `drafter` installed; the folder's own script is run):
+
+```python
+model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trust_remote_code=True)
+```
+
+{num_parameters:,} parameters, head {head}. {num_outputs:,} of {vocab_size:,} tokens can be drafted. Trained to depth
+{draft_length} on {trained_positions:,} positions in {steps:,} steps.{measured}
+
+It works with this target only; another, also a fine-tuned one, is refused by a fingerprint of the weights. `run.json`
+says how this folder was made.
+
+## Training
+```json
+{training}
+```
+"""
+
+
+class _Export(NamedTuple):
+    """What a format writes: the drafter in its number format, its target where one is needed, the facts of run.json."""
+
+    drafter: RecurrentDrafter
+    target: Target | None
+    facts: dict[str, Any]
+    copying: bool
+    out: Path
+
+
+def _write_drafter(folder: Path, made: _Export) -> None:
+    made.drafter.save_pretrained(folder)
+    (folder / "README.md").write_text(model_card(made.drafter, made.facts), encoding="utf-8")
+    write_run_record(folder, settings=made.facts)
+    (folder / CUSTOM_GENERATE.name).mkdir()
+    for file in CUSTOM_GENERATE.glob("*.*"):  # not their modes: the package may be read-only
+        shutil.copyfile(file, folder / CUSTOM_GENERATE.name / file.name)
+    _keep_sizes(made.drafter, made.out, folder)
+
+
+def _write_apple(folder: Path, made: _Export) -> None:
+    output_weight_VD = None if made.target is None else made.target.output_weight_VD
+    apple_format.write_folder(folder, made.drafter.config, made.drafter.state_dict(), output_weight_VD)
+
+
+def _write_vllm(folder: Path, made: _Export) -> None:
+    assert made.target is not None
+    write_vllm(folder, made.drafter, made.target, copying=made.copying)
+
+
+class _Format(NamedTuple):
+    """A format: the text by which an earlier export is known, the files that it may hold, its name, its writer."""
+
+    mark: str
+    files: tuple[str, ...]
+    what: str
+    write: Callable[[Path, _Export], None]
+
+
+_BOTH = ("config.json", WEIGHTS)
+FORMATS = {
+    "drafter": _Format(
+        DrafterConfig.model_type, (*_BOTH, "README.md", "run.json", CUSTOM_GENERATE.name, TUNED_FILE),
+        "exported drafter", _write_drafter,
+    ),
+    "apple": _Format(apple_format.MODEL_TYPE, (*_BOTH, "run.json"), "published drafter", _write_apple),
+    "vllm": _Format(ARCHITECTURE, (*_BOTH, "README.md"), "drafter for vLLM", _write_vllm),
+}  # fmt: skip
+
+
+def check_export(out: Path, format: str = "drafter") -> None:
+    """Refuse a folder that an export may not replace: one that holds anything but an earlier export (ValueError)."""
+    mark, files, what, _ = FORMATS[format]
+    check_output_folder(out, mark=mark, files=files, what=what)
+
+
+def export(
+    source: str | Path | RecurrentDrafter,
+    out: str | Path,
+    *,
+    format: str = "drafter",
+    dtype: str = "bfloat16",
+    target: str | Target | None = None,
+    copying: bool = True,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a drafter as a folder. An earlier export of the format is replaced; any other folder is refused.
+
+    Args:
+        source: a .ckpt file of ``drafter train``; for ``apple`` and ``vllm`` an exported folder, too, or a drafter in
+            memory, which stays as it is.
+        out: the folder.
+        format: a key of ``FORMATS``.
+        dtype: ``bfloat16`` or ``float32`` weights.
+        target: the drafter's target or its name, for ``vllm`` and a tied head in ``apple``; None: by the drafter's own
+            record.
+        copying: of ``vllm``: mix the drafts with copies from the text.
+        facts: of ``drafter``: further settings for run.json.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: unreadable source, ``out`` is in use, another target than the drafter's, or the format cannot
+            express the drafter; the message names the field.
+        OSError: the disk is full or not writable.
+    """
+    out = Path(out)
+    check_export(out, format)
+    trained: dict[str, Any] = {}
+    if isinstance(source, RecurrentDrafter):
+        drafter = copy.deepcopy(source)
+    elif format == "drafter":
+        trained = read_trained(source)
+        drafter = drafter_from_checkpoint(trained)
+    else:
+        drafter = drafter_of_checkpoint(source)
+    drafter.to(getattr(torch, dtype))
+    if target is not None or format == "vllm" or (format == "apple" and drafter.config.head == "tied"):
+        target = target if isinstance(target, Target) else _target_of(drafter.config, target)
+        check_target(drafter.config, target)
+    facts = {
+        "trained_positions": trained.get("num_positions", 0),
+        "steps": trained.get("global_step", 0),
+        "epochs": trained.get("epoch", 0),
+        "metrics": trained.get("metrics", {}),
+        "training": trained.get("hyper_parameters", {}),
+        "data": trained.get("data", {}),
+        **(facts or {}),
+    }
+    with replacing(out) as folder:
+        folder.mkdir()
+        FORMATS[format].write(folder, _Export(drafter, target, facts, copying, out))
+        shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
+    return out
+
+
+def _target_of(config: DrafterConfig, name: str | None) -> Target:
+    name = name or config.target_name
+    if not name:
+        raise ValueError("the drafter does not say which target it was trained for: give --target")
+    return load_target(name, dtype="auto", device="auto", revision=config.target_revision, is_trainable=True)
+
+
+def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
+    """Take the measured sizes of ``drafter tune`` along where the drafter before has the same shape."""
+    sizes, config = before / TUNED_FILE, before / "config.json"
+    if not (sizes.is_file() and config.is_file()):
+        return
+    if shape_of(read_json_object(config)) == shape_of(drafter.config.to_dict()):
+        kept = read_json_object(sizes)
+        kept.pop("drafter_fingerprint", None)  # a file that names no drafter fits every drafter of its shape
+        (after / TUNED_FILE).write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    else:
+        print(f"{sizes} was measured with a drafter of another shape and is left out", file=sys.stderr)
+
+
+def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
+    """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data."""
+    config = drafter.config
+    rate = facts.get("metrics", {}).get("val/tokens_per_step")
+    return _CARD.format(
+        **{name: getattr(config, name) for name in ("head", "num_outputs", "vocab_size", "draft_length")},
+        target=_plain(config.target_name or "an unnamed target"),
+        revision=f" (revision `{_plain(config.target_revision)}`)" if config.target_revision else "",
+        num_parameters=sum(weight.numel() for weight in drafter.parameters()),
+        trained_positions=facts["trained_positions"],
+        steps=facts["steps"],
+        measured="" if rate is None else f" Tokens per step on held-out prompts, greedy: {rate:.2f}.",
+        training=json.dumps({"model": facts["training"], "data": facts["data"]}, indent=2, default=str),
+    )
+
+
+def _plain(name: str) -> str:
+    """A name without the characters that Markdown and HTML treat as markup."""
+    return re.sub(r"[<>`\s]+", " ", name)
