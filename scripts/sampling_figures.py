@@ -92,7 +92,7 @@ def coupling(num_seeds: int = 4096) -> list[dict[str, Any]]:
     """Tokens per step on the table target at temperature 1."""
     settings = {"temperature 1": SamplingParams(temperature=1.0, max_new_tokens=NUM_TOKENS)}
     rows = []
-    for method in ("drafter uncoupled", "drafter", "draft-model uncoupled", "draft-model"):
+    for method in ("drafter uncoupled", "drafter", "drafter tau", "draft-model uncoupled", "draft-model"):
         engine = make_engine(method)
         _, tokens_per_step = sample(engine, num_seeds, settings)
         rows.append({"figure": "coupling", "what": method, "tokens_per_step": round(tokens_per_step, 2)})

@@ -68,7 +68,7 @@ class MethodSpec:
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, noise1, tuned.
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, tuned.
 
     Raises:
         ValueError: an unknown name or option, two options for one setting, or one that its method does not take.

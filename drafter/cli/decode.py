@@ -35,7 +35,8 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
         raw: pass the text to the model without chat template
         out: write the answers to this .jsonl file instead of the screen; `drafter adapt` learns from such a file
         overwrite: replace a file of --out that no earlier run wrote
-        compare: answer every prompt twice, plainly and with the method, and print both speeds
+        compare: answer every prompt twice, plainly and with the method, and print both speeds, and the share of the
+            accepted tokens that stand in the text before ("copied")
         max_num_seqs: prompts that are answered at the same time
     """
 
@@ -194,7 +195,7 @@ def _line_of(prompt: NamedPrompt, completion: "Request") -> str:
 
 
 _COLUMNS = (
-    "prompt", "tokens", "forwards", "tokens/step", "tok/s plain", "tok/s drafted", "speedup", "identical",
+    "prompt", "tokens", "forwards", "tokens/step", "copied", "tok/s plain", "tok/s drafted", "speedup", "identical",
 )  # fmt: skip
 
 
@@ -239,8 +240,13 @@ def _verdict(target: "Target", plain: "Request", drafted: "Request", *, is_greed
 
 def _speeds(plain: list["Request"], drafted: list["Request"], seconds: tuple[float, float]) -> tuple[str, ...]:
     """The cells of :data:`_COLUMNS` between prompt and verdict; ``seconds``: of both."""
+    from drafter.proposers.copying import count_copied
+
     num_tokens = [sum(len(completion.token_ids) for completion in each) for each in (plain, drafted)]
+    num_accepted = sum(sum(each.num_accepted) for each in drafted)
+    num_copied = sum(count_copied(each.prompt_ids, each.token_ids, each.num_accepted) for each in drafted)
     num_forwards = sum(completion.num_target_forwards for completion in drafted)
     rates = [number / duration for number, duration in zip(num_tokens, seconds, strict=True)]
-    speeds = f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[1] / rates[0]:.2f}x"
-    return (str(num_tokens[1]), str(num_forwards), f"{num_tokens[1] / num_forwards:.2f}", *speeds)
+    speeds = (f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[1] / rates[0]:.2f}x")
+    copied = f"{num_copied / num_accepted:.0%}" if num_accepted else "-"
+    return (str(num_tokens[1]), str(num_forwards), f"{num_tokens[1] / num_forwards:.2f}", copied, *speeds)

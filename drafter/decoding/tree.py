@@ -1,7 +1,7 @@
 """Draft trees: lists of drafted nodes, and the packed trees of candidates that are made from these lists.
 
 Shapes: B rows · N tree nodes (node 0 is the root, parents stand before their children) · M drafted nodes of a list,
-level after level · G = N - 1 kept nodes.
+level after level · G = N - 1 kept nodes · V target vocabulary.
 """
 
 from functools import cache
@@ -30,6 +30,8 @@ class Candidates(NamedTuple):
     parent_BN: Tensor
     depth_BN: Tensor
     is_node_BN: Tensor
+    # Draft distributions of the nodes' tokens, [B, N - 1, V]: only for drafts that are samples (two-model chain).
+    log_q_BNV: Tensor | None = None
     has_failed_B: Tensor | None = None  # rows without drafts, because scores were no numbers
 
 

@@ -126,7 +126,7 @@ class IncrementalText:
 
 @dataclass(frozen=True)
 class RequestOptions(Checked):
-    """Options of one request. No option changes a token.
+    """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens).
 
     Attributes:
         speculate: False: no drafts, one token per target forward. A step of such requests alone is plain decoding.

@@ -17,15 +17,17 @@ from tqdm import tqdm
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
 from drafter.decoding.sampling import (
+    STREAM_RESIDUAL,
     Noise,
     gumbel_noise,
     has_kernels,
     make_warp,
     pick_nodes,
+    warped_log_probs,
 )
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates, ancestors
-from drafter.decoding.verify import AcceptedPath, accept_picks
+from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
 from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
@@ -62,7 +64,7 @@ class Runner:
 
     Args:
         target: the frozen model.
-        plan: its number of rows, and whether steps become CUDA graphs.
+        plan: its number of rows, acceptance rule, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
 
@@ -76,6 +78,7 @@ class Runner:
         self.num_slots = num_slots
         self.num_failed_drafts = 0
         self._context_layers = context_layers
+        self._is_rejection = plan.drafting.is_rejection
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
         # Root, length, seed and tokens of each row lie side by side, so that a request starts with one copy. One token
@@ -199,7 +202,8 @@ class Runner:
         Returns:
             The results as packed words, and the results.
         """
-        noise = self._noise(rows, proposer.max_depth) if rows.warp.has_noise else None
+        has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
+        noise = self._noise(rows, proposer.max_depth) if has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if wanted.has_plain_rows and proposer.max_depth > 0:
             is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
@@ -220,7 +224,11 @@ class Runner:
             if is_trial or self._graphs.is_recording or is_out_of_memory(error):
                 raise
             self._count_failure(first_line(error))
-        return RootOnly(proposer.num_nodes).propose(rows, noise)
+        candidates = RootOnly(proposer.num_nodes).propose(rows, noise)
+        if self._is_rejection:  # padding has no q, but the rule reads one
+            shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
+            candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
+        return candidates
 
     def _count_failure(self, reason: str) -> None:
         if not self.num_failed_drafts:
@@ -321,13 +329,15 @@ class Runner:
         return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
 
     def _noise(self, rows: RowState, max_depth: int) -> Noise:
-        """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
-        table_BZV = None
-        if not rows.warp.has_kernels:
-            position_BZ = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
-            table_BZV = gumbel_noise(rows.seed_B, position_BZ, self._token_V)
+        """Noise of the picks at depth 0 .. L."""
+        table_BZV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
         # Columns of the rows' state, which each kernel would copy.
         return Noise(rows.seed_B.contiguous(), rows.length_B.contiguous(), table_BZV)
+
+    def _noise_table(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
+        """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
+        position_BZ = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
+        return gumbel_noise(rows.seed_B, position_BZ, self._token_V, **stream)
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
@@ -347,8 +357,14 @@ class Runner:
         slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
         output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
         logits_BNV = self.target.logits(output.hidden_BTD)
-        pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
-        return accept_picks(candidates, pick_BN, ancestor_BNN, max_depth), logits_BNV, output.context_BTC
+        if self._is_rejection:
+            log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
+            noise_BNV = self._noise_table(rows, token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
+            accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, length_B1 + depth_BN + 1, noise_BNV)
+        else:
+            pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
+            accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
+        return accepted, logits_BNV, output.context_BTC
 
     def _commit(self, rows: RowState, accepted: AcceptedPath, emitted_BZ: Tensor, context_BNC: Tensor) -> None:
         """Move the accepted slots together and make the bonus token the root. Inactive rows do not change."""

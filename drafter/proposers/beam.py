@@ -36,8 +36,9 @@ class BeamDrafting(Drafting):
         tree_size: N, nodes that the target verifies in one forward, root included.
         copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text.
         coupled: rank drafts by the noise of sampling, which decides the target's next picks.
-        noise_weight: weight of the noise in the ranking of children. The noise has the scale of the target's p; the
-            drafter's q is flatter, so a weight below 1 ranks better.
+        tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau.
+        noise_weight: weight of the noise in the ranking. The noise has the scale of the target's p; the drafter's q is
+            flatter, so a weight below 1 ranks better.
     """
 
     method: ClassVar = "drafter"
@@ -47,6 +48,7 @@ class BeamDrafting(Drafting):
     tree_size: int = within(24, low=1, high=1024)
     copying: bool = True
     coupled: bool = True
+    tau: float = within(1.0, above=0.0)
     noise_weight: float = within(0.8, low=0.0)
 
     @classmethod
@@ -90,9 +92,9 @@ class _Level(NamedTuple):
 class BeamProposer(Proposer):
     """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
 
-    Children are ranked by the log of softmax(log q / temperature + weight * noise). With the noise of the target's
-    coming picks, the rank is the probability that the child is the target's next pick. Without noise, the rank is
-    log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
+    Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau). With the noise of the
+    target's coming picks, the rank is the probability that the child is the target's next pick. Without noise and with
+    tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
     section 3; noise: docs/sampling.md.)
 
     With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text, and copies
@@ -138,7 +140,7 @@ class BeamProposer(Proposer):
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
         self._native_search: NativeSearch | None = None
-        if can_search(drafter, self.width):
+        if can_search(drafter, self.width, drafting.tau):
             self._native_search = NativeSearch(
                 drafter, target, self._index_V, self._odds_X, self.width, self.length, self.max_depth
             )
@@ -204,6 +206,9 @@ class BeamProposer(Proposer):
             weight_B1 = ((warp.temperature_B > 0) * self._drafting.noise_weight)[:, None]
             rank_BWR = rank_BWR + (noise.at(step, self._token_R) * weight_B1)[:, None]
             copied_BW1 = copied_BW1 + (noise.at(step, token_BW) * weight_B1)[:, :, None]
+        tau = self._drafting.tau
+        if noise is not None or tau != 1.0:
+            rank_BWR, copied_BW1 = rank_BWR / tau, copied_BW1 / tau
             total_BW1 = torch.logaddexp(rank_BWR.logsumexp(dim=2, keepdim=True), copied_BW1)
         value_BWK, index_BWK = topk(rank_BWR, self.width)
         value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1

@@ -5,22 +5,22 @@ Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabu
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.sampling import Noise, pick_nodes
+from drafter.decoding.sampling import STREAM_DRAFT, Noise, gumbel_noise, pick_nodes, warped_log_probs
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates
 from drafter.kernels.largest import argmax
-from drafter.proposers.options import Drafting
+from drafter.proposers.options import Drafting, Verification
 from drafter.targets.cache import SlotCache
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
-from drafter.utils.validate import within
+from drafter.utils.validate import require_choice, within
 
 _PREFILL_CHUNK = 256  # prompt tokens per forward
 
@@ -32,16 +32,28 @@ class DraftModelDrafting(Drafting):
     Attributes:
         num_speculative_tokens: tokens that the draft model proposes per step.
         coupled: draft by the noise of sampling, which decides the target's next picks.
+        verify: ``coupled`` gives the text of plain decoding; ``rejection`` is the rule of two-model speculative
+            decoding and gives the distribution alone.
     """
 
     method: ClassVar = "draft-model"
     num_speculative_tokens: int = within(5, low=1, high=64)
     coupled: bool = True
+    verify: Verification = "coupled"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("verify", self.verify, get_args(Verification))
 
     @property
     def tree_size(self) -> int:
         """The chain and its root."""
         return 1 + self.num_speculative_tokens
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether ``verify`` is ``rejection``."""
+        return self.verify == "rejection"
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
@@ -56,20 +68,21 @@ class DraftModelDrafting(Drafting):
 
 
 class DraftModelProposer(Proposer):
-    """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192), accepted by the target's own picks.
+    """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
     The draft model has its own cache with the slots and lengths of the target's cache. At the beginning of a step the
     cache holds the keys and values of all committed tokens, except possibly the last one. Every step therefore feeds
     the last committed token again together with the root, which keeps the shapes constant.
 
-    A draft token is the draft model's pick under the noise of the target's coming pick, with the temperature and the
-    filters of the request.
+    With ``coupled`` verification a draft token is the draft model's pick under the noise of the target's coming pick.
+    With ``rejection`` a draft token is a sample of q by independent noise, and the candidates carry q for the
+    acceptance rule. The temperature and filters of a request apply to q as to p.
 
     Args:
         draft: the smaller model.
         target: the target.
-        drafting: number of tokens (gamma), and whether drafts are coupled; without coupling the most probable token is
-            drafted.
+        drafting: number of tokens (gamma), the acceptance rule, and whether drafts are coupled; without coupling the
+            most probable token is drafted.
 
     Raises:
         ValueError: the two models do not share their vocabulary or device.
@@ -85,8 +98,10 @@ class DraftModelProposer(Proposer):
             )
         super().__init__((1,) * drafting.num_speculative_tokens)
         self._draft = draft
+        self._is_rejection = drafting.is_rejection
         self._coupled = drafting.coupled
         self._num_padded = target.vocab_size - draft.vocab_size
+        self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache: SlotCache = draft.new_cache(0, 0)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -117,12 +132,16 @@ class DraftModelProposer(Proposer):
         root_BTD = (rows.length_B - start_B)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
         hidden_BTD = hidden_BTD.gather(1, root_BTD)
         drafts: list[Tensor] = []
+        log_qs: list[Tensor] = []
         for step in range(self.max_depth):
             if step:
                 hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
             # Rows behind the tokens pad the two output matrices to different sizes: a negative pad cuts rows off.
             logits_BTV = F.pad(self._draft.logits(hidden_BTD), (0, self._num_padded), value=-torch.inf)
-            if noise is None or not self._coupled:
+            if self._is_rejection:
+                log_qs.append(warped_log_probs(logits_BTV, rows.warp))
+                drafts.append(self._sample(log_qs[-1], rows, step))
+            elif noise is None or not self._coupled:
                 drafts.append(argmax(logits_BTV))
             else:
                 drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], step), noise, rows.warp))
@@ -133,7 +152,15 @@ class DraftModelProposer(Proposer):
             parent_BN=(node_N - 1).clamp_min(0).expand_as(token_BN),
             depth_BN=node_N.expand_as(token_BN),
             is_node_BN=torch.ones_like(token_BN, dtype=torch.bool),
+            log_q_BNV=torch.cat(log_qs, dim=1) if log_qs else None,
         )
+
+    def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
+        """A sample of q for each row, int64 [B, 1]; the q of a greedy row has all its mass on one token."""
+        if not rows.warp.has_noise:
+            return argmax(log_q_BTV)
+        position_BT = rows.length_B[:, None] + step + 1
+        return argmax(log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT))
 
     def _forward(
         self,

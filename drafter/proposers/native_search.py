@@ -19,10 +19,10 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
 
-def can_search(drafter: RecurrentDrafter, width: int) -> bool:
-    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU."""
+def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
+    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
     is_here = native.library() is not None and drafter.is_packed and drafter.device.type == "cpu"
-    return is_here and width <= native.MOST_BEAMS
+    return is_here and width <= native.MOST_BEAMS and tau == 1.0
 
 
 class NativeSearch:

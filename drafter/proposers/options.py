@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
+Verification = Literal["coupled", "rejection"]
 COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
@@ -35,7 +36,7 @@ class Way(NamedTuple):
 
 _TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
 _BEAM_SWITCHES: dict[str, str | tuple[str, Any]] = {
-    "noise": "noise_weight", "uncoupled": ("coupled", False), "alone": ("copying", False),
+    "tau": "tau", "noise": "noise_weight", "uncoupled": ("coupled", False), "alone": ("copying", False),
     "tuned": ("is_tuned", True),
 }  # fmt: skip
 METHODS = {
@@ -51,7 +52,7 @@ METHODS = {
     "draft-model": Way(
         "drafter.proposers.draft_model:DraftModelDrafting",
         ("num_speculative_tokens",),
-        {"G": "num_speculative_tokens"},
+        {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
     ),
 }
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ class Drafting(Checked):
     def tree_size(self) -> int:
         """N; a field, or computed from fields."""
         raise NotImplementedError
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether drafts are samples of q, which the rule of two-model speculative decoding accepts or rejects."""
+        return False
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: "RecurrentDrafter | None") -> Self:

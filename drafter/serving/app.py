@@ -88,7 +88,8 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine's thread runs. At the end open answers fail."""
+        """The engine's thread and the tokenizer's process run. At the end open answers fail."""
+        await self.encoder.start()
         self.worker.start()
         follower = self.follower if self._follows else None
         following = None if follower is None else asyncio.create_task(follower.follow())

@@ -6,10 +6,14 @@ process: the client of this text gets the cause, and the next text starts anothe
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from drafter.serving.protocol import ApiError
 from drafter.targets.chat import Chat, ForkError
 from drafter.targets.target import Target
+
+_TRIAL = [{"role": "user", "content": "x"}]
+_BROKEN = ("limit", "TemplateSyntaxError", "SyntaxError", "RecursionError")  # whatever the conversation
 
 
 class Encoder:
@@ -28,6 +32,14 @@ class Encoder:
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, target.tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "encoder")  # one text after the other
+        self._failure: str | None = None  # of a template that fails for every conversation
+
+    async def start(self) -> None:
+        """Start the process; a short conversation shows whether the template works at all."""
+        try:
+            await self._exchange(_TRIAL)
+        except ForkError as error:
+            self._failure = self._told(error) if error.reason in _BROKEN else None
 
     async def close(self) -> None:
         """End the process, after the text that it encodes."""
@@ -46,12 +58,19 @@ class Encoder:
         if len(texts) > self._max_length or sum(map(len, texts)) > self._most_chars:
             message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        items = [[asked if isinstance(asked, str) else list(asked.messages), [], self._is_escaped]]
-        loop = asyncio.get_running_loop()
+        if self._failure is not None and not isinstance(asked, str):
+            raise ApiError(400, self._failure, param=param)
         try:
-            return list((await loop.run_in_executor(self._thread, self._target.encoder.map, items))[0])
+            return await self._exchange(asked if isinstance(asked, str) else list(asked.messages))
         except ValueError as error:
             if isinstance(error, ForkError) and error.reason == "ended":
                 raise ApiError(503, "the tokenizer's process ended: try again later") from error
-            message = str(error).replace(self._target.name, self._name)  # no path of the server
-            raise ApiError(400, message, param=param) from error
+            raise ApiError(400, self._told(error), param=param) from error
+
+    async def _exchange(self, asked: Any) -> list[int]:
+        items, loop = [[asked, [], self._is_escaped]], asyncio.get_running_loop()
+        return list((await loop.run_in_executor(self._thread, self._target.encoder.map, items))[0])
+
+    def _told(self, error: ValueError) -> str:
+        """An error's text for clients, who need not know where the server keeps its models."""
+        return str(error).replace(self._target.name, self._name)

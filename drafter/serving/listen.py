@@ -17,7 +17,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.serving.app import Server, create_app
+from drafter.serving.guard import respond
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
+from drafter.serving.protocol import ApiError
 from drafter.utils.io import first_line
 from drafter.utils.options import part_of
 
@@ -149,6 +151,15 @@ class ApiProtocol(H11Protocol):
         """Take what was read, and after each answer what waits."""
         super().handle_events()
         self._set_clock()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP, such as a wrong length of a chunk, in the API's form."""
+        response = respond(ApiError(400, msg))
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        start = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _set_clock(self) -> None:
         """The clock runs from a connection's start, or the end of an answer, to the last byte of the next request."""

@@ -124,6 +124,7 @@ ASKED = RequestOptions(num_logprobs=3, want_tree=True)
 STEPS: list[tuple[str, int, SamplingParams, RequestOptions | None, dict[str, str]]] = [
     *product(("llama", "gemma", "windows"), (1, 8), (GREEDY, FILTERED), (None,), ({},)),
     *product(("llama",), (2,), (GREEDY, FILTERED), (None,), [{"method": m} for m in ("none", "lookup", "draft-model")]),
+    ("llama", 2, FILTERED, None, {"method": "draft-model", "verify": "rejection"}),
     ("llama", 8, FILTERED, ASKED, {}),
 ]
 

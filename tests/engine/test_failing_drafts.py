@@ -1,6 +1,7 @@
 """Drafts that fail or never help end no answer and cost little."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from drafter.engine import engine as engine_module
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.draft_model import DraftModelProposer
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import tiny_target
 from tests.engine.test_replace import untrained
 
 PROMPTS = prompts_for(4, seed=5)
@@ -47,6 +50,18 @@ def test_failing_drafts_end_no_answer(failure: str, caplog: pytest.LogCaptureFix
         found = engine.generate(PROMPTS, PARAMS)
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
     assert engine.num_failed_drafts > 5 and caplog.text.count("goes on without drafts") == 1
+
+
+def test_a_failing_draft_model_ends_no_answer_by_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("a product refuses NaN")
+
+    monkeypatch.setattr(DraftModelProposer, "propose", fail)
+    plan = Plan.of("draft-model", verify="rejection", num_speculative_tokens=3)
+    engine = Engine(tiny_target(), config=plan, draft_model=tiny_target(1))
+    (found,) = engine.generate([[3, 1, 4]], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    (wanted,) = Engine(tiny_target(), config=Plan.of("none")).generate([[3, 1, 4]], PARAMS[0])
+    assert found.token_ids == wanted.token_ids[:10] and engine.num_failed_drafts == 10
 
 
 def test_a_drafter_of_extreme_weights_is_refused_at_loading_and_at_reload() -> None:

@@ -1,4 +1,4 @@
-"""The two-model chain: answers equal to autoregressive decoding, and its cache."""
+"""The two-model chain: answers equal to autoregressive decoding, the rejection rule's distribution, its cache."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -27,11 +27,13 @@ def test_oracle(max_num_seqs: int, gamma: int, monkeypatch: pytest.MonkeyPatch) 
     engine = engine_of(
         tiny_target(1), tiny_target(), max_num_seqs=max_num_seqs, num_speculative_tokens=gamma, prefill_chunk=7
     )
-    assert assert_lossless(engine, requests()) >= 1.0
+    rate = assert_lossless(engine, requests())
+    assert rate >= 1.0
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
-def test_own_draft_is_always_right(gamma: int) -> None:
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_own_draft_is_always_right(gamma: int, verify: str) -> None:
     """The target drafting for itself: every draft is kept, greedy or sampled, so the draft cache is never stale.
 
     Answers end at different times, so rows move.
@@ -44,9 +46,22 @@ def test_own_draft_is_always_right(gamma: int) -> None:
         )
         for index, (n, t) in enumerate(((1, 0.0), (2, 1.0), (10, 0.7), (6, 1.0), (3, 0.0)))
     ]
-    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma)
+    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma, verify=verify)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1)
+
+
+def test_rejection_at_temperature_0_is_greedy() -> None:
+    target = tiny_target()
+    engine = engine_of(tiny_target(1), target, verify="rejection", max_num_seqs=3)
+    assert_lossless(engine, requests(5, temperatures=(0.0,)))
+
+
+def test_rejection_does_not_depend_on_the_batch() -> None:
+    asked = requests(5, temperatures=(1.0, 0.0))
+    engines = [engine_of(tiny_target(1), tiny_target(), verify="rejection", max_num_seqs=rows) for rows in (1, 4)]
+    one, other = (answer(engine, asked) for engine in engines)
+    assert [c.token_ids for c in one] == [c.token_ids for c in other]
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
@@ -54,12 +69,15 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("num_rows", [VOCAB - 7, VOCAB + 7])
-def test_a_draft_model_with_another_padding_never_drafts_padded_rows(num_rows: int) -> None:
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_a_draft_model_with_another_padding_never_drafts_padded_rows(num_rows: int, verify: str) -> None:
     """The same tokenizer, and a target that picks its own padded rows too, being random."""
     tokenizer = tokenizer_of([f"w{number}" for number in range(VOCAB - 9)])
     models = (tiny_target(1, vocab_size=num_rows), tiny_target())
     draft, target = (wrap_model(each.model, tokenizer, name="one") for each in models)
-    assert_lossless(engine_of(draft, target, max_num_seqs=3), requests(5))
+    engine = engine_of(draft, target, max_num_seqs=3, verify=verify)
+    asked = requests(5, temperatures=(0.0, 1.0) if verify == "coupled" else (0.0,))
+    assert_lossless(engine, asked)
 
 
 def test_foreign_vocabulary_is_refused() -> None:

@@ -26,11 +26,12 @@ HOSTILE = (
 )
 
 
-def run(test: Callable[[Encoder], Coroutine[Any, Any, None]], **options: Any) -> None:
+def run(test: Callable[[Encoder], Coroutine[Any, Any, None]], *, template: str = HOSTILE, **options: Any) -> None:
     async def main() -> None:
         target = Target.__new__(Target)
-        target.tokenizer, target.name = tiny_tokenizer(HOSTILE), "/secret/tiny"
+        target.tokenizer, target.name = tiny_tokenizer(template), "/secret/tiny"
         encoder = Encoder(target, "tiny", 4096, **options)
+        await encoder.start()
         try:
             async with asyncio.timeout(120):
                 await test(encoder)
@@ -95,3 +96,24 @@ def test_special_tokens_of_clients_are_escaped_where_asked_for() -> None:
         assert await encoder.encode(turns(text)) == ids
 
     run(test, escape_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}"]
+)
+def test_a_template_that_never_works_costs_no_client_its_time(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one takes seconds to fail, under the one lock."""
+
+    async def test(encoder: Encoder) -> None:
+        asked: list[Any] = []
+        exchange = encoder._exchange
+        encoder._exchange = lambda text: (asked.append(text), exchange(text))[1]  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(ApiError, match="chat template") as found:
+                await encoder.encode(turns("fine"))
+            assert found.value.status_code == 400
+        assert not asked, "the start has seen it"
+        assert await encoder.encode("a text") == encode_text(tiny_tokenizer(), "a text")
+
+    monkeypatch.setattr(chat, "MAX_SECONDS", 1.0)
+    run(test, template=template)
