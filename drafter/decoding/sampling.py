@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
+from drafter.kernels import native
 from drafter.kernels.largest import argmax
 
 # Streams keep draws for different purposes at one position independent of each other.
@@ -47,7 +48,6 @@ STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
 STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
 
 _HAS_TRITON = find_spec("triton") is not None
-_MANY_TOKENS = 4096  # fewer tokens are a small part of a processor's cache
 _TOP_P_SHORTLISTS = (256, 4096)  # lengths of the lists that a CPU sorts before it sorts a whole row
 
 
@@ -116,15 +116,9 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
     """
     if has_kernels(token_ids.device):
         return _kernels().gumbel_noise(seed_B, position_BT, token_ids, stream)
-    if token_ids.device.type != "cpu" or len(token_ids) < _MANY_TOKENS:
-        return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
-    # One position at a time, so that some twenty passes over its numbers stay within a processor's cache.
-    key_M = (token_ids.long() + 1) * _GAMMA
-    start_X = _stream_start_BT(seed_B, position_BT, stream).flatten()
-    noise_XM = torch.empty(len(start_X), len(key_M))
-    for start, noise_M in zip(start_X.unbind(), noise_XM.unbind(), strict=True):
-        noise_M.copy_(_gumbel(_uniform(mix64(start + key_M))))
-    return noise_XM.view(*position_BT.shape, -1)
+    if native.takes(token_ids):
+        return native.gumbel_noise(seed_B, position_BT, token_ids, stream)
+    return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
 
 
 def _gumbel(uniform: Tensor) -> Tensor:
@@ -140,26 +134,21 @@ def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
 
 
 class Noise(NamedTuple):
-    """Noise of the target's picks at depth 0 .. L: a table, or without one, hashed where somebody asks.
+    """Noise of the target's picks, hashed where somebody asks; the pick at depth d has position length + d + 1.
 
     Attributes:
         seed_B: int64.
-        length_B: position of the root, int64; the pick at depth d has position length + d + 1.
-        table_BZV: float32 [B, >= Z, V]; None on a device with the kernels.
+        length_B: position of the root, int64.
     """
 
     seed_B: Tensor
     length_B: Tensor
-    table_BZV: Tensor | None
 
     def at(self, depth: int, token_ids: Tensor) -> Tensor:
         """Noise of tokens [M], or of a list for each row [B, M], at one depth: float32 [B, M]."""
-        is_shared = token_ids.dim() == 1
-        if self.table_BZV is None:
-            position_B1 = self.length_B[:, None] + (depth + 1)
-            return gumbel_noise(self.seed_B, position_B1, token_ids if is_shared else token_ids[:, None])[:, 0]
-        noise_BV = self.table_BZV[:, depth]
-        return noise_BV.index_select(1, token_ids) if is_shared else noise_BV.gather(1, token_ids)
+        position_B1 = self.length_B[:, None] + (depth + 1)
+        own = token_ids if token_ids.dim() == 1 else token_ids[:, None]
+        return gumbel_noise(self.seed_B, position_B1, own)[:, 0]
 
 
 class Warp(NamedTuple):
@@ -300,11 +289,13 @@ def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: 
     """:func:`pick` of nodes whose depths are given [B, N], with the noise of their depths; None: no row samples."""
     if noise is None:
         return pick(logits_BNV, None, warp)
-    if noise.table_BZV is None:
+    if warp.has_kernels:
         return _kernels().pick(logits_BNV, noise.seed_B, noise.length_B, depth_BN, *warp[:4])
-    noise_BNV = noise.table_BZV
-    if noise_BNV.shape[1] > 1:  # noise of one depth is broadcast
-        # Indexing copies whole rows of V numbers; a gather would look up each number.
-        row_B1 = torch.arange(noise_BNV.shape[0], device=noise_BNV.device)[:, None]
-        noise_BNV = noise_BNV[row_B1, depth_BN]
-    return pick(logits_BNV, noise_BNV, warp)
+    position_BN = noise.length_B[:, None] + depth_BN + 1
+    if native.takes(logits_BNV):
+        temperature_B = warp.temperature_B
+        if warp.max_top_k or warp.has_top_p or warp.has_min_p:
+            logits_BNV, temperature_B = warp_logits(logits_BNV, warp), (temperature_B > 0).float()
+        return native.pick(logits_BNV, temperature_B, noise.seed_B, position_BN)
+    token_V = torch.arange(logits_BNV.shape[-1], device=logits_BNV.device)
+    return pick(logits_BNV, gumbel_noise(noise.seed_B, position_BN, token_V), warp)

@@ -203,7 +203,8 @@ class Runner:
             The results as packed words, and the results.
         """
         has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
-        noise = self._noise(rows, proposer.max_depth) if has_noise else None
+        # Columns of the rows' state, which each kernel would copy.
+        noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if wanted.has_plain_rows and proposer.max_depth > 0:
             is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
@@ -328,17 +329,6 @@ class Runner:
         has_plain_rows = any(not request.options.speculate for request in requests)
         return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
 
-    def _noise(self, rows: RowState, max_depth: int) -> Noise:
-        """Noise of the picks at depth 0 .. L."""
-        table_BZV = None if rows.warp.has_kernels else self._noise_table(rows, max_depth)
-        # Columns of the rows' state, which each kernel would copy.
-        return Noise(rows.seed_B.contiguous(), rows.length_B.contiguous(), table_BZV)
-
-    def _noise_table(self, rows: RowState, max_depth: int, **stream: int) -> Tensor:
-        """Noise of the picks at depth 0 .. L. The pick at depth d has position length + d + 1."""
-        position_BZ = rows.length_B[:, None] + torch.arange(1, max_depth + 2, device=rows.length_B.device)
-        return gumbel_noise(rows.seed_B, position_BZ, self._token_V, **stream)
-
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
@@ -359,8 +349,9 @@ class Runner:
         logits_BNV = self.target.logits(output.hidden_BTD)
         if self._is_rejection:
             log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
-            noise_BNV = self._noise_table(rows, token_BN.shape[1] - 1, stream=STREAM_RESIDUAL)
-            accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, length_B1 + depth_BN + 1, noise_BNV)
+            position_BN = length_B1 + depth_BN + 1
+            noise_BNV = gumbel_noise(rows.seed_B, position_BN, self._token_V, stream=STREAM_RESIDUAL)
+            accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
         else:
             pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
             accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)

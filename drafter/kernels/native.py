@@ -22,7 +22,7 @@ NORMS = {"none": 0, "rms": 1, "layer": 2}
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
 LANES = 16  # outputs of a block; slots of a block of keys
 
-_int, _float, _address = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
+_int, _long, _float, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class _Structure(ctypes.Structure):
@@ -81,7 +81,7 @@ class Cache(_Structure):
     """Keys and values of all layers."""
 
     _fields_ = [
-        ("num_rows", _int), ("num_slots", _int), ("spare_slot", ctypes.c_int64),
+        ("num_rows", _int), ("num_slots", _int), ("spare_slot", _long),
         ("keys", _address), ("values", _address),
     ]  # fmt: skip
 
@@ -113,7 +113,7 @@ class Search(_Structure):
 
     _fields_ = [
         ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
-        ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", ctypes.c_int64),
+        ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", _long),
         ("token", _address), ("parent", _address), ("score", _address),
     ]  # fmt: skip
 
@@ -130,9 +130,10 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(file))
     except OSError:  # not there, or built for another system
         return None
-    found.block_bytes.restype = ctypes.c_int64
+    found.block_bytes.restype = _long
     found.instructions.restype = ctypes.c_char_p
-    found.largest.argtypes = [_address, _int, ctypes.c_int64, _address]
+    found.noise.argtypes = [_int, _int, _long, _long, _address, _address, _address, _long, _address]
+    found.pick.argtypes = [_int, _int, _long] + [_address] * 5
     found.pack_nodes.argtypes = [_int] * 3 + [_address] * 9
     found.accept_picks.argtypes = [_int] * 3 + [_address] * 7
     return found
@@ -199,11 +200,31 @@ def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
     )
 
 
+def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream: int) -> Tensor:
+    """See :func:`drafter.decoding.sampling.gumbel_noise`: token ids [X], or [B, 1, X] -> float32 [B, T, X]."""
+    num_rows, num_positions = position_BT.shape
+    num_tokens, stride = token_ids.shape[-1], 0 if token_ids.dim() == 1 else token_ids.shape[-1]
+    noise_BTX = torch.empty(num_rows, num_positions, num_tokens)
+    given = [each.long().contiguous() for each in (seed_B, position_BT, token_ids)]
+    addresses = [each.data_ptr() for each in given]
+    _library().noise(num_rows, num_positions, num_tokens, stream, *addresses, stride, noise_BTX.data_ptr())
+    return noise_BTX
+
+
+def pick(logits_BNV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_BN: Tensor) -> Tensor:
+    """argmax(logits / temperature + noise), int64 [B, N]; without noise where the temperature is 0."""
+    pick_BN = torch.empty(position_BN.shape, dtype=torch.int64)
+    given = [logits_BNV.float(), temperature_B.float(), seed_B.long(), position_BN.long()]
+    given = [each.contiguous() for each in given]
+    _library().pick(*logits_BNV.shape, *(each.data_ptr() for each in given), pick_BN.data_ptr())
+    return pick_BN
+
+
 def argmax(values: Tensor) -> Tensor:
     """``values.argmax(-1)``, the lowest index among equals: float32 [..., V] -> int64 [...]."""
     flat = values.reshape(-1, values.shape[-1]).contiguous()
     index = torch.empty(values.shape[:-1], dtype=torch.int64)
-    _library().largest(flat.data_ptr(), *flat.shape, index.data_ptr())
+    _library().pick(len(flat), 1, flat.shape[1], flat.data_ptr(), None, None, None, index.data_ptr())
     return index
 
 

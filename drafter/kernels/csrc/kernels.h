@@ -7,5 +7,6 @@ struct Kernels {
   void (*multiply)(const Matrix&, int num_rows, const float* x, float* y);
   void (*search)(const Drafter&, const Search&);
   void (*unpack_rows)(const Matrix&, int num, const int64_t* row, float* out);
-  int64_t (*largest)(const float* x, int64_t size);
+  void (*noise)(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out);
+  void (*pick)(int B, int N, int64_t V, const float* logits, const float* temperature, const int64_t* seed, const int64_t* position, int64_t* out);
 };

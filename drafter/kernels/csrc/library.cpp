@@ -151,10 +151,6 @@ struct Packing {
       }
     }
   }
-  void run() const {
-    Step step;
-    step.share((outputs + 15) / 16, 4, [&](int i) { block(i); });
-  }
 };
 
 // Memory that nobody has written yet comes in pages of 2 MiB where it can: a step reads all weights, and small pages would
@@ -178,7 +174,7 @@ void pack(int format, int source, int outputs, int inputs, const void* const* ro
   std::lock_guard<std::mutex> lock(mutex);
   ask_for_huge_pages(blocks, block_bytes(format, outputs, inputs));
   Packing packing{format, source, outputs, inputs, (const uint8_t* const*)rows, (uint8_t*)blocks};
-  pool.run([](void* p, int) { ((Packing*)p)->run(); }, &packing, 1);
+  pool.share((outputs + 15) / 16, [&](int i) { packing.block(i); });
 }
 void unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) { chosen->kernels->unpack_rows(*m, num, row, out); }
 void multiply(const Matrix* m, int num_rows, const float* x, float* y) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->multiply(*m, num_rows, x, y); }
@@ -187,8 +183,13 @@ void forward(const Model* m, const Cache* c, const Tokens* t, const float* embed
   chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
 }
 void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
-void largest(const float* x, int num_rows, int64_t size, int64_t* index) {
-  for (int n = 0; n < num_rows; n++) index[n] = chosen->kernels->largest(x + n * size, size);
+void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out);
+}
+void pick(int B, int N, int64_t V, const float* logits, const float* temperature, const int64_t* seed, const int64_t* position, int64_t* out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  chosen->kernels->pick(B, N, V, logits, temperature, seed, position, out);
 }
 void pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
                 int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {

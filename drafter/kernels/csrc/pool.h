@@ -19,6 +19,7 @@ struct Pool {
 
   void set_num_threads(int n);
   void run(void (*work)(void*, int), void* argument, int num_parts);  // returns when every part is done
+  template <class W> void share(int n, W work);  // a job of one part: work(i) for i in 0 .. n - 1
   static void pause(int& spins);  // of a loop that waits for another thread
 };
 extern Pool pool;
@@ -35,3 +36,7 @@ struct Step {  // one thread's way through the parts of a job
     for (int spins = 0; c.done.load(std::memory_order_acquire) < n;) Pool::pause(spins);
   }
 };
+template <class W> void Pool::share(int n, W work) {
+  struct Job { int n; W& work; } job{n, work};
+  if (n == 1) work(0); else run([](void* j, int) { Step().share(((Job*)j)->n, 1, ((Job*)j)->work); }, &job, 1);
+}

@@ -1,6 +1,7 @@
 // Beam search of the recurrent drafter for rows without noise, copies from the text included: drafter/proposers/beam.py in one call.
 #pragma once
 #include "forward.h"
+#include "noise.h"
 
 namespace STEP {
 struct Best { float value[MOST_BEAMS]; int index[MOST_BEAMS]; };
@@ -186,22 +187,6 @@ static void search(const Drafter& d, const Search& s) {
     call.sides[i] = {(Beam*)memory[2 + 3 * i].need(N * sizeof(Beam) / 4), memory[3 + 3 * i].need(N * D), (uint8_t*)memory[4 + 3 * i].need(N * most_text / 4 + 1)};
   pool.run([](void* c, int) { ((SearchCall*)c)->run(); }, &call, 2 + s.length * (8 + 4 * d.num_blocks));
 }
-// Where the largest of some numbers stands, the first of equals; one that is no number is larger than all.
-static int64_t largest(const float* x, int64_t size) {
-  F most = all(-INFINITY); I place{}, is_nan{}; int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) {
-    const F v = load(x + i); const I is_more = v > most;
-    most = is_more ? v : most; place = is_more ? all((int32_t)i) : place; is_nan |= v != v;
-  }
-  float top = -INFINITY; int64_t best = 0; bool has_nan = false;
-  for (int j = 0; j < LANES; j++) {
-    has_nan |= is_nan[j] != 0;
-    if (most[j] > top || (most[j] == top && place[j] + j < best)) { top = most[j]; best = place[j] + j; }
-  }
-  for (; i < size; i++) { has_nan |= x[i] != x[i]; if (x[i] > top) { top = x[i]; best = i; } }
-  for (i = 0; has_nan; i++) if (x[i] != x[i]) return i;
-  return best;
-}
 extern const Kernels kernels;
-const Kernels kernels{forward, multiply, search, unpack_rows, largest};
+const Kernels kernels{forward, multiply, search, unpack_rows, noise, pick};
 }  // namespace STEP
