@@ -19,8 +19,9 @@ float64 logarithm; about one number in 2^28 still differs after the rounding. Ex
 largest Gumbel number is 36.7, and the grid moves at most V * 2^-53 of probability (5e-12 for V = 49152). 24-bit uniform
 numbers could move V * 2^-25 (1e-3).
 
-On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), for plain and drafted decoding
-alike, so that the picks have the same bits. The functions here define the result of the kernel.
+On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), on a CPU loops of C++ hash and
+pick (csrc/noise.h), for plain and drafted decoding alike, so that the picks have the same bits. The functions here
+define their results.
 
 Shapes: B rows · T positions · N tree nodes · Z = L + 1 nodes of a path · V vocabulary · M listed token ids (V or a
 subset) · K listed best tokens.

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from drafter.decoding import sampling
-from drafter.decoding.sampling import gumbel_noise, mix64, random_bits, uniform_noise
+from drafter.decoding.params import SamplingParams
+from drafter.decoding.sampling import Noise, gumbel_noise, make_warp, mix64, pick_nodes, random_bits, uniform_noise
+from drafter.kernels import native
 from tests.reference import hashing
 
 GAMMA = hashing.GAMMA - hashing.WORD
@@ -127,6 +129,40 @@ def test_uniform_noise_is_uniform_and_keyed():
     assert torch.corrcoef(torch.stack([values.flatten(), other.flatten()]))[0, 1].abs() < 5 / math.sqrt(1e5)
     expected = hashing.uniform(hashing.mix64((hashing.stream_start(7, 3, 2) + hashing.GAMMA) % hashing.WORD))
     assert values[7, 3].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs the native library")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_native_loops_equal_their_twins(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    """Noise of all and of listed tokens, and picks with and without filters, ties, -inf and one greedy row."""
+    seed_B, position_BN = torch.tensor([5, -6, 2**62]), torch.tensor([[10, 11], [0, 2**31], [3, 3]])
+    params = [SamplingParams(temperature=t, **more) for t, more in ((0.7, {}), (0.0, {}), (1.5, {"top_k": 50}))]
+    for num_tokens in (3, 257, 8193, 49152):
+        logits_BNV = torch.randn(3, 2, num_tokens, generator=torch.Generator().manual_seed(num_tokens)).mul(8).round()
+        logits_BNV[:, :, 1] = -torch.inf
+        lists = torch.arange(num_tokens), torch.randint(num_tokens, (3, 1, 7))
+        warps = make_warp([params[0], params[1], params[0]]), make_warp(params)
+        noise = Noise(seed_B, torch.tensor([4, 0, 2**31]))
+        depth_BN = torch.tensor([[0, 1], [0, 2], [1, 1]])
+
+        def results() -> list[torch.Tensor]:
+            return [
+                *(gumbel_noise(seed_B, position_BN, ids) for ids in lists),  # noqa: B023
+                *(pick_nodes(logits_BNV, depth_BN, noise, warp) for warp in warps),  # noqa: B023
+            ]
+
+        native.set_num_threads(num_threads)
+        try:
+            found = results()
+        finally:
+            native.set_num_threads(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling.native, "takes", lambda *_: False)
+            expected = results()
+        for mine, theirs in zip(found[:2], expected[:2], strict=True):
+            assert (mine != theirs).float().mean() < 1e-4
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
 
 
 @pytest.mark.gpu

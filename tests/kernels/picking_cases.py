@@ -48,7 +48,7 @@ def test_picks_and_filters_equal_their_definition(
     expected = pick(logits_BNV, noise_BNV, warp), warp_logits(logits_BNV, warp)
     logits_BNV, depth_BN = logits_BNV.to(DEVICE), depth_BN.to(DEVICE)
     in_kernel = make_warp(PARAMS[-num_rows:], DEVICE)._replace(has_kernels=True)
-    noise = Noise(seed_B.to(DEVICE), length_B.to(DEVICE), None)
+    noise = Noise(seed_B.to(DEVICE), length_B.to(DEVICE))
     pick_BN = pick_nodes(logits_BNV, depth_BN, noise, in_kernel)
     assert torch.equal(pick_BN.cpu(), expected[0])
     last = pick_nodes(logits_BNV[:, -1:], depth_BN[:, -1:], noise, in_kernel)

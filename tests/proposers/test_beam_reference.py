@@ -95,8 +95,8 @@ class Case:
         self.noise = None
         if any(p.temperature > 0 for p in self.params):
             position_BZ = self.rows.length_B[:, None] + torch.arange(1, self.length + extra_depth + 2)
-            noise_BZV = gumbel_noise(self.rows.seed_B, position_BZ, torch.arange(self.vocab_size))
-            self.noise = Noise(self.rows.seed_B, self.rows.length_B, noise_BZV)
+            self.noise_BZV = gumbel_noise(self.rows.seed_B, position_BZ, torch.arange(self.vocab_size))
+            self.noise = Noise(self.rows.seed_B, self.rows.length_B)
 
     def proposer(self, num_nodes=1024, **more):
         """The search, with all nodes unless fewer are asked for."""
@@ -129,7 +129,7 @@ class Case:
             share_V[copied] += share
             rank_V = [math.log(each) if each else -math.inf for each in share_V]
             if self.is_coupled and p.temperature > 0:
-                noise_V = self.noise.table_BZV[row, len(path)].tolist()
+                noise_V = self.noise_BZV[row, len(path)].tolist()
                 rank_V = [rank + self.noise_weight * noise for rank, noise in zip(rank_V, noise_V, strict=True)]
             return [math.log(each) if each else -math.inf for each in softmax([rank / self.tau for rank in rank_V])]
 

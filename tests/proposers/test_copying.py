@@ -79,7 +79,7 @@ def tail_scores(case: Case, row: int, tokens: list[int], path: list[int], depth:
         if not share:
             break
         if case.is_coupled and case.noise is not None and case.params[row].temperature > 0:
-            noise = case.noise_weight * case.noise.table_BZV[row, len(path), copied].item()
+            noise = case.noise_weight * case.noise_BZV[row, len(path), copied].item()
             scores.append(-math.exp(math.log((1 - share) / share) - noise))
         else:
             scores.append(math.log(share))
@@ -96,9 +96,6 @@ def test_search_equals_the_loop_twin(block: int) -> None:
         proposer = case.proposer(1 + case.length + 3, copying=True)
         num_beams = case.width * case.length
         nodes = proposer.draft(case.rows, case.noise)
-        if case.noise is not None:  # as on a device with kernels
-            hashed = proposer.draft(case.rows, case.noise._replace(table_BZV=None))
-            assert all(torch.equal(own, other) for own, other in zip(hashed, nodes, strict=True))
         plain_BM = case.proposer(copying=False).draft(case.rows, case.noise).score_BM
         num_changed += not torch.allclose(nodes.score_BM[:, :num_beams], plain_BM, atol=1e-3)
         for row in range(case.num_rows):

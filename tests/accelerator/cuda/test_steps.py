@@ -109,7 +109,7 @@ def test_picks_and_noise_are_one_launch_without_copies_of_the_logits() -> None:
         number_B, depth_BN = torch.zeros(32, dtype=torch.int64), torch.zeros(32, 24, dtype=torch.int64)
         token_R = torch.arange(32000)
     warp = make_warp([SAMPLED, FILTERED] * 16, CUDA)
-    noise = Noise(number_B, number_B, None)
+    noise = Noise(number_B, number_B)
     picks, noises = partial(pick_nodes, logits_BNV, depth_BN, noise, warp), partial(noise.at, 3, token_R)
     for work, num_launches in ((picks, 1), (noises, 2)):
         torch.cuda.empty_cache()
