@@ -54,8 +54,32 @@ for round in $(seq "$rounds"); do
     if ((round == rounds || (round & (round - 1)) == 0)); then
         stage "fall-$round" learn "fall-$round" "$round" "$start" --trainer.max_epochs 2 --model.optim.decay_share 1 \
             --model.optim.warmup_steps 0
+        copying=off
+        if ((round == rounds)); then copying="off on"; fi
+        # shellcheck disable=SC2086
         stage "measure-$round" python scripts/acceptance.py "$work/fall-$round/drafter" --prompts "$evaluation" \
-            --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" --copying off on --results "$work/acceptance.jsonl"
+            --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" --copying $copying --results "$work/acceptance.jsonl"
     fi
     rm -rf "$work/states-$round"
 done
+
+drafter export "$work/fall-$rounds/checkpoints/last.ckpt" --out "$out"
+python - "$work" "$rounds" >> "$out/README.md" << 'CARD'
+import json, sys
+from pathlib import Path
+
+work, rounds = Path(sys.argv[1]), int(sys.argv[2])
+print(f"\n## How it was made\n\n`scripts/train_shipped.sh {rounds}`, from invented prompts alone. The last fall began at the weights of all rounds.\n")
+print("| stage | core-hours and result |\n|---|---|")
+for line in (work / "log").read_text().splitlines():
+    name, _, result = line.partition(": ")
+    if not name.startswith("measure"):
+        print(f"| {name} | {result} |")
+print("\n## How good it is\n\nGreedy, float32, tokens per step, after the rounds named, with and without copies from the text:\n")
+print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
+for line in (work / "acceptance.jsonl").read_text().splitlines():
+    row = json.loads(line)
+    cells = [row[name] for name in ("beam_width", "draft_length", "tree_size", "copying", "tokens_per_step")]
+    prompts = f"{row['num_prompts']} of {row['prompts']} x {row['max_new_tokens']}"
+    print("|", *(f"{cell} |" for cell in (Path(row["drafter"]).parent.name.removeprefix("fall-"), prompts, *cells)))
+CARD
