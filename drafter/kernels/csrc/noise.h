@@ -91,7 +91,7 @@ static void pick(int B, int N, int64_t V, const float* logits, const float* temp
       const int num = (int)lesser(SOME, to - j); float y[SOME];
       gumbel(stream_start(seed[b], position[n], 0), nullptr, j, num, y);
       for (int k = 0; k < num; k++) y[k] = x[j + k] / t + y[k];
-      found[i] = find_largest(y - j, j, j + num, found[i]);
+      found[i] = find_largest(y, 0, num, {found[i].value, found[i].place - j}); found[i].place += j;
     }
   });
   for (int64_t n = 0; n < B * N; n++) {

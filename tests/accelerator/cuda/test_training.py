@@ -21,7 +21,7 @@ def test_a_training_step_waits_for_nothing(settings: dict[str, Any]) -> None:
     target = target_of(TINY)
     drafter = drafter_of(target).float().train().requires_grad_(True)
     module: Any = DrafterModule(
-        lambda *_: target, SimpleNamespace(), drafter=DrafterOptions(draft_length=4), objective=Objective(**settings)
+        SimpleNamespace(), "tiny", drafter=DrafterOptions(draft_length=4), objective=Objective(**settings)
     )
     module._trainer = SimpleNamespace(
         global_step=0, log_every_n_steps=1000, world_size=1, training=True, fit_loop=SimpleNamespace(total_batch_idx=0)
