@@ -3,17 +3,21 @@
 #   scripts/train_shipped.sh [ROUNDS]
 # A round invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. After
 # round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
-# tokens per step are measured: acceptance.jsonl is the curve. The last copy goes to OUT, with a card.
+# tokens per step are measured: acceptance-ROUND.jsonl are the curve. The last copy goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
 # WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 3 GB. OUT: folder of the drafter.
 # EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
 # conversations for each round, 1.jsonl.gz ..., to learn beside the answers (default: none).
 set -euo pipefail
+rounds=${1:-8}
+if ! [[ $rounds =~ ^[1-9][0-9]*$ ]]; then
+    echo "ROUNDS is '$rounds' but must be a positive number" >&2
+    exit 2
+fi
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 use_venv
 
-rounds=${1:-8}
 work=${WORK:-runs/shipped} out=${OUT:-drafter/assets/smollm2-135m}
 evaluation=${EVALUATION:-evaluation} exclude=${EVALUATION:-drafter/assets/evaluation-prompts.jsonl}
 mkdir -p "$work"
@@ -24,7 +28,7 @@ stage() {
     shift
     if [ -e "$work/$name.done" ]; then return; fi
     echo "== $name"
-    { time "$@" > >(tee "$work/$name.out") 2> "$work/$name.err"; } 2> "$work/$name.time"
+    { time "$@" > "$work/$name.out" 2> "$work/$name.err"; } 2> "$work/$name.time"
     echo "$name: $(awk '{ printf "%.3f", ($1 + $2) / 3600 }' "$work/$name.time") core-hours; $(tail -n 1 "$work/$name.out")" |
         tee -a "$work/log"
     mv "$work/$name.time" "$work/$name.done"
@@ -43,6 +47,14 @@ learn() {
         "$work/$name/drafter/run.json"
 }
 
+# Tokens per step of a round's fallen copy: a file of rows, written anew after an interruption.
+#   measure ROUND COPYING..
+measure() {
+    rm -f "$work/acceptance-$1.jsonl"
+    python scripts/acceptance.py "$work/fall-$1/drafter" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" \
+        "W28 L5 N64" --copying "${@:2}" --results "$work/acceptance-$1.jsonl"
+}
+
 start=
 for round in $(seq "$rounds"); do
     stage "answers-$round" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
@@ -56,9 +68,7 @@ for round in $(seq "$rounds"); do
             --model.optim.warmup_steps 0
         copying=off
         if ((round == rounds)); then copying="off on"; fi
-        # shellcheck disable=SC2086
-        stage "measure-$round" python scripts/acceptance.py "$work/fall-$round/drafter" --prompts "$evaluation" \
-            --tree "W4 L3 N8" "W8 L4 N24" "W28 L5 N64" --copying $copying --results "$work/acceptance.jsonl"
+        stage "measure-$round" measure "$round" $copying
     fi
     rm -rf "$work/states-$round"
 done
@@ -77,9 +87,10 @@ for line in (work / "log").read_text().splitlines():
         print(f"| {name} | {result} |")
 print("\n## How good it is\n\nGreedy, float32, tokens per step, after the rounds named, with and without copies from the text:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
-for line in (work / "acceptance.jsonl").read_text().splitlines():
-    row = json.loads(line)
-    cells = [row[name] for name in ("beam_width", "draft_length", "tree_size", "copying", "tokens_per_step")]
-    prompts = f"{row['num_prompts']} of {row['prompts']} x {row['max_new_tokens']}"
-    print("|", *(f"{cell} |" for cell in (Path(row["drafter"]).parent.name.removeprefix("fall-"), prompts, *cells)))
+for number in range(1, rounds + 1):
+    file = work / f"acceptance-{number}.jsonl"
+    for row in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
+        cells = [row[name] for name in ("beam_width", "draft_length", "tree_size", "copying", "tokens_per_step")]
+        prompts = f"{row['num_prompts']} of {row['prompts']} x {row['max_new_tokens']}"
+        print("|", *(f"{cell} |" for cell in (number, prompts, *cells)))
 CARD

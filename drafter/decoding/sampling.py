@@ -49,6 +49,7 @@ STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
 STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
 
 _HAS_TRITON = find_spec("triton") is not None
+_MANY_TOKENS = 4096  # fewer tokens are a small part of a processor's cache
 _TOP_P_SHORTLISTS = (256, 4096)  # lengths of the lists that a CPU sorts before it sorts a whole row
 
 
@@ -119,7 +120,15 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
         return _kernels().gumbel_noise(seed_B, position_BT, token_ids, stream)
     if native.takes(token_ids):
         return native.gumbel_noise(seed_B, position_BT, token_ids, stream)
-    return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
+    if token_ids.device.type != "cpu" or len(token_ids) < _MANY_TOKENS:
+        return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
+    # One position at a time, so that some twenty passes over its numbers stay within a processor's cache.
+    key_M = (token_ids.long() + 1) * _GAMMA
+    start_X = _stream_start_BT(seed_B, position_BT, stream).flatten()
+    noise_XM = torch.empty(len(start_X), len(key_M))
+    for start, noise_M in zip(start_X.unbind(), noise_XM.unbind(), strict=True):
+        noise_M.copy_(_gumbel(_uniform(mix64(start + key_M))))
+    return noise_XM.view(*position_BT.shape, -1)
 
 
 def _gumbel(uniform: Tensor) -> Tensor:

@@ -125,10 +125,11 @@ async def _serve(
         if first.done() and not worker.ended.done():
             _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
             worker.drain()
+            # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
+            faulthandler.dump_traceback_later(drain_seconds + _END_SECONDS, exit=True)
             server.should_exit = True
             # A second signal does not wait.
             await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
-            # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
             faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive

@@ -6,7 +6,6 @@ F feature size of the head.
 
 import math
 import time
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,10 +115,10 @@ class DrafterModule(LightningModule):
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self.data = data
         self._init_from, self._is_sharded = init_from, shard_target
-        self._load_target = partial(
-            load_target, target, runtime="torch", dtype=target_dtype, quantization=quantization, revision=revision,
-            trust_remote_code=trust_remote_code, is_trainable=True,
-        )  # fmt: skip
+        self._target_options: dict[str, Any] = {
+            "name": target, "dtype": target_dtype, "quantization": quantization, "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
         self._rates = objective.rates(drafter.draft_length)
         self._seed = torch.initial_seed()
         self.num_positions = 0
@@ -136,13 +135,18 @@ class DrafterModule(LightningModule):
             if not hasattr(self, "drafter"):
                 self._configure()
 
+    def load_target(self) -> Target:
+        """The target on this process's device. Who has one already overrides the method."""
+        num_shards = self.trainer.num_devices if self._is_sharded else 1
+        device, options = str(self.trainer.strategy.root_device), self._target_options
+        return load_target(**options, runtime="torch", is_trainable=True, device=device, num_shards=num_shards)
+
     def _configure(self) -> None:
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        num_shards = self.trainer.num_devices if self._is_sharded else 1
-        target = self._load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
+        target = self.load_target()
         drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
         self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32

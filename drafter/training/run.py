@@ -106,12 +106,19 @@ class TrainCLI(LightningCLI):
             raise ValueError(f"--wandb {project!r} is no project name: give one without / \\ # ? % :")
         folder.mkdir(parents=True, exist_ok=True)
         last = folder / "wandb" / "latest-run"  # a link to (offline-)run-DATE-ID
-        has_mode = os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False)
+        mode = os.environ.get("WANDB_MODE")
+        if mode in (None, "", "online", "shared") and not wandb.login(prompt=False, verify=False):
+            if mode:
+                raise ValueError(
+                    f"WANDB_MODE={mode}, but no Weights & Biases key is configured: set WANDB_API_KEY, run `wandb "
+                    "login`, or unset WANDB_MODE to log offline"
+                )
+            mode = "offline"
         return WandbLogger(
             project=project,
             save_dir=folder,
             id=last.resolve().name.rpartition("-")[2] if config.ckpt_path is not None and last.exists() else None,
-            mode=None if has_mode else "offline",
+            mode=mode or None,
             config=json.loads(json.dumps(run_record(settings=self.config.as_dict()), default=str)),
             settings={"console": "off"},
         )

@@ -163,6 +163,9 @@ def test_the_native_loops_equal_their_twins(monkeypatch: pytest.MonkeyPatch, num
             assert (mine != theirs).float().mean() < 1e-4
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
         assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
+        last = Noise(seed_B[2:], noise.length_B[2:])
+        alone = pick_nodes(logits_BNV[2:, 1:], depth_BN[2:, 1:], last, make_warp(params[2:]))
+        assert torch.equal(alone, found[3][2:, 1:]), "a node alone has the pick that the node has among others"
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
         optim=OptimOptions(**optim),
         **changes,
     )
-    module._load_target = lambda **_: target
+    module.load_target = lambda: target
     return module
 
 

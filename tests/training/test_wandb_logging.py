@@ -83,6 +83,9 @@ def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(
         monkeypatch.setenv("WANDB_MODE", mode)
         monkeypatch.setattr(wandb, "login", lambda has_key=has_key, **_: has_key)
         run._parse([*given, "tests"])
-    assert [options["mode"] for options in made] == [None, None, "offline"]
+    assert [options["mode"] for options in made] == [None, "disabled", "offline"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match="WANDB_MODE=online, but no Weights & Biases key is configured"):
+        run._parse([*given, "tests"])
     with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
         run._parse([*given, "me/mine"])
