@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from drafter import SamplingParams
-from drafter.decoding.sampling import gumbel_noise, make_warp, pick
+from drafter.decoding.sampling import Noise, gumbel_noise, make_warp, pick_nodes
+from drafter.kernels import native
 from drafter.runtimes.loading import load_target
 from drafter.utils.provenance import run_record
 from tests.engine.test_exactness import NUM_TOKENS, V, make_engine, sample
@@ -45,6 +46,8 @@ FILTERS = {
 def main() -> None:
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
+    if native.library() is not None:
+        native.set_num_threads(1)
     settings = {"nodes": NUM_NODES, "noise positions": NUM_POSITIONS, "threads": 1}
     record = run_record(seed=0, settings=settings)
     shared = {key: record[key] for key in ("machine", "versions", "date")}
@@ -56,7 +59,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def costs() -> list[dict[str, Any]]:
-    """CPU milliseconds: of the noise of five positions, of a target's forward over 20 tokens, of their picks."""
+    """CPU milliseconds: of the noise of five positions, a target's forward over 20 tokens, and their picks with noise."""
     target = load_target("smollm2-135m", is_trainable=True)
     token_BT = torch.tensor([target.encode(TEXT)[:NUM_NODES]])
     assert token_BT.shape[1] == NUM_NODES
@@ -64,16 +67,14 @@ def costs() -> list[dict[str, Any]]:
     seed_B = torch.tensor([7])
     position_BT = torch.arange(NUM_POSITIONS)[None]
     token_V = torch.arange(target.vocab_size)
-    compiled = torch.compile(gumbel_noise)
-    noise_BNV = gumbel_noise(seed_B, torch.arange(NUM_NODES)[None], token_V)
+    depth_BN = torch.arange(NUM_NODES)[None] % NUM_POSITIONS
     timed: dict[str, Callable[[], Any]] = {
         "noise": lambda: gumbel_noise(seed_B, position_BT, token_V),
-        "noise, compiled": lambda: compiled(seed_B, position_BT, token_V),
         "target forward with logits": lambda: target.logits(target.forward(token_BT).hidden_BTD),
     }
     for name, params in FILTERS.items():
-        noise = noise_BNV if params.temperature else None
-        timed[f"picks: {name}"] = partial(pick, logits_BNV, noise, make_warp([params], target.device))
+        noise = Noise(seed_B, torch.tensor([NUM_NODES])) if params.temperature else None
+        timed[f"picks: {name}"] = partial(pick_nodes, logits_BNV, depth_BN, noise, make_warp([params], target.device))
     return [{"figure": "cost", "what": name, "cpu_ms": round(cpu_ms(function), 2)} for name, function in timed.items()]
 
 
