@@ -59,7 +59,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def costs() -> list[dict[str, Any]]:
-    """CPU milliseconds: of the noise of five positions, a target's forward over 20 tokens, and their picks with noise."""
+    """CPU milliseconds of five positions' noise, a forward over 20 tokens, and the picks of these tokens with noise."""
     target = load_target("smollm2-135m", is_trainable=True)
     token_BT = torch.tensor([target.encode(TEXT)[:NUM_NODES]])
     assert token_BT.shape[1] == NUM_NODES
