@@ -11,10 +11,10 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
@@ -187,7 +187,15 @@ def _is_own_folder(hidden: Path) -> bool:
 
 
 def _clear(hidden: Path, place: Path) -> None:
-    """Remove a hidden folder, after the end of a swap that stopped between its renames."""
+    """Remove a hidden folder, after the end of a swap that stopped between its renames; Ctrl-C waits for that."""
+    try:
+        _clear_once(hidden, place)
+    except KeyboardInterrupt:
+        _clear_once(hidden, place)
+        raise
+
+
+def _clear_once(hidden: Path, place: Path) -> None:
     if (hidden / _OLD).exists():
         with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
             if not place.exists():
@@ -202,15 +210,21 @@ def _clear(hidden: Path, place: Path) -> None:
 def _hidden_folder(place: Path) -> Iterator[Path]:
     """A locked folder beside `place`, removed at the end."""
     while True:
-        hidden = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent))
-        with locked(hidden) as is_locked:
-            if is_locked is False:
-                continue  # another process took the folder for an abandoned one before the lock
-            try:
-                yield hidden
-            finally:
-                _clear(hidden, place)
-            return
+        # Named before it is made: Ctrl-C right after the making finds the name, and removes the folder.
+        hidden = place.parent / f".{place.name}.{secrets.token_hex(8)}.tmp"
+        try:
+            hidden.mkdir(mode=0o700)
+            with locked(hidden) as is_locked:
+                if is_locked is False:
+                    continue  # another process took the folder for an abandoned one before the lock
+                try:
+                    yield hidden
+                finally:
+                    _clear(hidden, place)
+                return
+        except KeyboardInterrupt:
+            _clear(hidden, place)
+            raise
 
 
 @contextlib.contextmanager

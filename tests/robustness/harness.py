@@ -28,7 +28,6 @@ MAX_SECONDS = 600.0  # on the clock, for what waits without computing: a busy ma
 _POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORKS = multiprocessing.get_context("forkserver")
 _MODULES = [
-    "drafter.bench.plots",
     "drafter.bench.tune",
     "drafter.cli.decode",
     "drafter.data.inspect",
