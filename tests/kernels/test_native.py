@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -105,6 +106,12 @@ def test_float_weights_of_one_value_have_the_same_bits_in_every_format(instructi
         stored = rows.to(dtype).view(torch.uint8).numpy().reshape(40, -1)
         products.append(native.multiply(packed(name, stored, 64), x_NI))
     assert products[0].equal(products[1]) and products[0].equal(products[2])
+
+
+def test_loading_the_library_runs_no_code_of_an_instruction_set() -> None:
+    names = Path(str(native.library()._name)).read_bytes()  # type: ignore[union-attr]
+    assert b"_ZN5plain" in names, "the library has its names"
+    assert b"_GLOBAL__sub_I_step_" not in names, "a constructor that the processor may not know"
 
 
 def test_structures_are_those_of_the_library() -> None:

@@ -39,10 +39,11 @@ INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
 INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
 
 struct Work {  // of one call: activations of N tokens
-  Memory memory[10]; int N = 0;
-  float *x, *y, *qkv, *heads, *up, *rows;
+  // Values for all: a constructor that runs at loading would be code of an instruction set that may be missing.
+  Memory memory[10]{}; int N = 0;
+  float *x = nullptr, *y = nullptr, *qkv = nullptr, *heads = nullptr, *up = nullptr, *rows = nullptr;
   long stride = 0;  // of rows
-  Rows input;       // of the next product, in panels
+  Rows input{};     // of the next product, in panels
   void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
     N = n; stride = padded(widest, GROUP);
     x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
