@@ -22,7 +22,7 @@ from drafter.engine.request import (
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.tuned import Tree, TreeSizer, read_tuned
+from drafter.engine.tuned import LIVE_TREES, LiveSizer, Tree, TreeSizer, read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 
@@ -47,7 +47,7 @@ class Engine:
         config: what the user asks for; None: all is open. A :class:`Plan` is used as it is.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
         proposer: drafts instead of the proposer of ``plan.method``.
-        sizer: chooses the tree of every step; None: the file ``plan.tuned``, or the one tree of the settings.
+        sizer: chooses the tree of every step; None: as the plan says.
 
     Raises:
         ValueError: the method needs another model, or the drafter belongs to another target.
@@ -67,9 +67,11 @@ class Engine:
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
         if proposer is not None or sizer is not None:
-            plan = replace(plan, tuned=None, max_drafted_rows=None)  # both belong to the plan's own tree
+            plan = replace(plan, tuned=None, is_live=False, max_drafted_rows=None)  # both belong to the plan's own tree
         elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)).plans)
+        elif plan.is_live:
+            sizer = LiveSizer(LIVE_TREES)
         self.plan = plan
         self._sizer = sizer if proposer is None else None
         self._models = [target] if draft_model is None else [target, draft_model]
@@ -85,6 +87,7 @@ class Engine:
         self._ids = count()
         self._is_arranged = True
         self._num_vain_steps = 0
+        self._is_sized = False  # the sizer has chosen the tree of the present step
 
     @classmethod
     def load(cls, target: str, drafter: str | None = None, **settings: Any) -> "Engine":
@@ -266,10 +269,14 @@ class Engine:
             return []
         proposer = self._proposer_for(active)
         num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
+        started = time.perf_counter()
         results = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
+        seconds, speculated = time.perf_counter() - started, zip(active, results, strict=True)
+        accepted = [len(result.emitted) - 1 for request, result in speculated if request.options.speculate]
+        if self._sizer is not None and self._is_sized:
+            self._sizer.observe(accepted, seconds)
         if proposer is not self._plain:
-            speculated = zip(active, results, strict=True)
-            self._watch([len(result.emitted) - 1 for request, result in speculated if request.options.speculate])
+            self._watch(accepted)
         updates = []
         for request, result in zip(active, results, strict=True):
             taken = request.extend(result.emitted)
@@ -333,9 +340,7 @@ class Engine:
         return 0 if self._runner is None else self._runner.num_failed_drafts
 
     def _watch(self, accepted: list[int]) -> None:
-        """Learn from the accepted drafts of each row; end drafting after many steps in vain, which only cost time."""
-        if self._sizer is not None:
-            self._sizer.observe(accepted)
+        """End drafting after many steps without an accepted draft, which only cost time."""
         if self.plan.method != "drafter":
             return
         before = self._num_vain_steps
@@ -386,9 +391,11 @@ class Engine:
             or not any(item.options.speculate for item in active)
             or (most is not None and len(active) > most)
         )
+        self._is_sized = False
         if is_plain and not self.proposer.reads_every_token:
             return self._plain
         if self._sizer is not None:
+            self._is_sized = True
             return self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
         return self.proposer
 

@@ -34,6 +34,7 @@ _TREES = (
 # Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured and the
 # runtime does not say. An accelerator waits for the weights up to some hundreds of tokens.
 _CHEAP_TOKENS_CPU, _CHEAP_TOKENS = 16, 256
+_MOST_LIVE_ROWS = 8  # of more rows no tree is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ class Plan(Checked):
         drafting: the way to draft, with all its numbers.
         max_num_seqs, max_model_len, enable_prefix_caching, prefill_chunk, compile: as of :class:`EngineConfig`.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
+        is_live: W, L and N follow the speed of the engine's own steps; ``drafting`` has the largest tree.
         max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
         dtype: number format of the step.
         reason: one line for people: method, tree, and the origin of both.
@@ -147,6 +149,7 @@ class Plan(Checked):
     prefill_chunk: int = 256
     compile: bool = False
     tuned: str | None = None
+    is_live: bool = False
     max_drafted_rows: int | None = None
     dtype: str = "float32"
     reason: str = ""
@@ -182,8 +185,8 @@ def resolve(
     1. Trees of a file of `drafter tune` that fits this device, dtype, target and drafter, unless a tree was given.
     2. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without any model that drafts, ``lookup``
        on a CPU and ``none`` elsewhere.
-    3. Tree: a size that costs little on a device without measurements. Unless a tree was given, decoding is plain for
-       more rows than the device verifies cheaply.
+    3. Tree, unless one was given: on a CPU a drafter's tree follows the speed of the engine's own steps, down to plain
+       decoding; elsewhere a size that costs little. For many rows decoding is plain.
 
     Args:
         config: the user's settings; None: all are open.
@@ -223,15 +226,19 @@ def resolve(
         note = "; there is no drafter"
     cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
     max_num_seqs = config.max_num_seqs or Plan.max_num_seqs
+    is_live = method == "drafter" and is_open and target.device.type == "cpu"
     is_large = max_num_seqs * _TREES[0]["tree_size"] <= cheap
-    default = _TREES[0] if is_large else next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
+    default = (
+        _TREES[0] if is_large else next(tree for tree in _TREES[1:] if is_live or tree["tree_size"] <= max(cheap, 2))
+    )
     drafting = way.choose(config, default, drafter)
     text = ", ".join(part for part in (method, drafting.describe()) if part)
     if drafting.has_tree and is_open:
-        limit = max(1, cheap // drafting.tree_size)
+        limit = _MOST_LIVE_ROWS if is_live else max(1, cheap // drafting.tree_size)
+        text += " or less, whatever is fastest while it runs" if is_live else ""
         text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""
     reason = f"{text}: {_origin(config, method, target)}{note}"
-    return Plan(drafting=drafting, max_drafted_rows=limit, reason=reason, **common)
+    return Plan(drafting=drafting, is_live=is_live, max_drafted_rows=limit, reason=reason, **common)
 
 
 def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: bool) -> None:

@@ -4,14 +4,17 @@ The choice changes the speed of decoding and no token.
 """
 
 import hashlib
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 
+from drafter.engine.scheduler import bucket
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
@@ -26,6 +29,10 @@ _WINDOW = 128  # row-steps in the exponential average of acceptance
 _PRIOR = 16.0  # weight of the calibration in that average, in drafted tokens
 _MEMORY = 2048  # plain steps in which most of a bad acceptance is forgotten, so that a tree is tried again
 _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
+_TRIAL_STEPS = 4  # steps of a trial of a tree
+_TRIAL_COST = 0.003  # of the time, for the trials of each tree
+_LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if it lost so much
+_TIMES_KEPT = 9  # durations whose median counts
 
 
 class Tree(NamedTuple):
@@ -41,6 +48,8 @@ class Tree(NamedTuple):
 
 
 PLAIN = Tree(1, 1, 1)
+# What an engine tries on a CPU where nothing was measured, with the tokens per step of a usual drafter.
+LIVE_TREES = {Tree(2, 2, 4): 1.9, PLAIN: 1.0, Tree(1, 1, 2): 1.5, Tree(4, 3, 8): 2.3}
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,7 @@ class TreeSizer:
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows."""
-        plan = next((plan for plan in self._plans if plan.num_rows >= num_rows), None)
+        plan = self._plan_for(num_rows)
         if plan is None:
             self._present = None  # no measurement for so many rows
             return PLAIN
@@ -199,8 +208,11 @@ class TreeSizer:
             self._prior += (_PRIOR - self._prior) / _MEMORY
         return self._present.tree
 
-    def observe(self, num_accepted: Sequence[int]) -> None:
-        """Accepted draft tokens of the step, for each row that used its drafts."""
+    def _plan_for(self, num_rows: int) -> RowPlan | None:
+        return next((plan for plan in self._plans if plan.num_rows >= num_rows), None)
+
+    def observe(self, num_accepted: Sequence[int], seconds: float) -> None:
+        """What the step has shown: accepted draft tokens of each row that used its drafts, and its duration."""
         if self._present is None or self._present.tree.is_plain or not num_accepted:
             return
         keep = (1 - 1 / _WINDOW) ** len(num_accepted)
@@ -213,6 +225,67 @@ class TreeSizer:
         """Weigh all earlier observations less."""
         self._kept *= keep
         self._expected *= keep
+
+
+class LiveSizer(TreeSizer):
+    """Sizes trees by the steps of this engine alone, where nothing was measured before.
+
+    Each tree is tried for a few steps, and the fastest one goes on. The others are tried again, a slow one more seldom
+    than a fast one: the trials of a tree cost at most ``_TRIAL_COST`` of the time.
+
+    Args:
+        expected: tokens per step of a usual drafter with each tree, plain decoding included. The first tree is tried
+            first.
+    """
+
+    def __init__(self, expected: Mapping[Tree, float]) -> None:
+        super().__init__([RowPlan(1, tuple(MeasuredTree(*tree, number, 1.0) for tree, number in expected.items()))])
+        # By bucket of rows: the latest durations of the steps of each tree.
+        self._seconds_of: dict[int, dict[Tree, deque[float]]] = {}
+        self._used: Counter[tuple[int, Tree]] = Counter()  # the latest step with a tree
+        self._num_steps = self._num_left = self._rows = 0
+
+    def choose(self, num_rows: int) -> Tree:
+        """The tree for the next step of ``num_rows`` rows: the fastest, or a tree on trial."""
+        self._num_steps += 1
+        is_same, self._rows = bucket(num_rows) == self._rows, bucket(num_rows)
+        self._seconds_of.setdefault(self._rows, {tree: deque(maxlen=_TIMES_KEPT) for tree in self.trees})
+        self._num_left = self._num_left - 1 if is_same else 0
+        if self._num_left <= 0 or self._present is None:
+            on_trial = self._due()
+            if on_trial is None:
+                tree = super().choose(num_rows)
+            else:
+                self._present, self._num_left, tree = on_trial, _TRIAL_STEPS, on_trial.tree
+        else:
+            tree = self._present.tree
+        self._used[self._rows, tree] = self._num_steps
+        return tree
+
+    def observe(self, num_accepted: Sequence[int], seconds: float) -> None:
+        """As of the base class; the duration of the step counts as well."""
+        assert self._present is not None
+        self._seconds_of[self._rows][self._present.tree].append(seconds)
+        super().observe(num_accepted, seconds)
+
+    def _due(self) -> MeasuredTree | None:
+        """The tree whose next trial begins now."""
+        seconds_of = self._seconds_of[self._rows]
+        (plan,) = self._plans
+        if (untried := next((each for each in plan.choices if not seconds_of[each.tree]), None)) is not None:
+            return untried
+        plan = self._plan_for(self._rows)
+        best = plan.best(self.ratio).rate(self.ratio)
+        for each in plan.choices:
+            loss = max(best / each.rate(self.ratio) - 1, _LEAST_LOSS)
+            if self._num_steps - self._used[self._rows, each.tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
+                return each
+        return None
+
+    def _plan_for(self, num_rows: int) -> RowPlan:
+        (plan,), seconds_of = self._plans, self._seconds_of[self._rows]
+        timed = (replace(each, step_seconds=median(seconds_of[each.tree])) for each in plan.choices)
+        return RowPlan(num_rows, tuple(timed))
 
 
 def device_name(target: Target) -> str:

@@ -37,7 +37,7 @@ def on(device: str, models: str, **given: Any) -> Plan:
     [
         # method: (W, L, N), rows above which decoding is plain
         ("cpu", "", {}, ("lookup", None, 8, 2)),
-        ("cpu", "drafter", {}, ("drafter", (4, 3), 8, 2)),
+        ("cpu", "drafter", {}, ("drafter", (4, 3), 8, 8)),
         ("cpu", "draft-model", {}, ("draft-model", None, 6, None)),
         ("cuda", "", {}, ("none", None, 1, None)),
         ("cuda", "drafter", {}, ("drafter", (8, 4), 24, 10)),
@@ -48,7 +48,7 @@ def on(device: str, models: str, **given: Any) -> Plan:
         ("cpu", "drafter", {"tree_size": 3}, ("drafter", (4, 2), 3, None)),
         ("cpu", "drafter", {"beam_width": 2, "copying": False}, ("drafter", (2, 3), 7, None)),
         ("cpu", "drafter", {"method": "lookup", "tree_size": 5}, ("lookup", None, 5, None)),
-        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, 2)),
+        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, 8)),
     ],
 )
 def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
@@ -62,7 +62,11 @@ def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tup
 @pytest.mark.parametrize(
     ("models", "given", "reason"),
     [
-        ("drafter", {"max_num_seqs": 2}, "drafter, W 4 L 3 N 8: default for a CPU; " + UNMEASURED),
+        (
+            "drafter",
+            {"max_num_seqs": 2},
+            "drafter, W 4 L 3 N 8 or less, whatever is fastest while it runs: default for a CPU; " + UNMEASURED,
+        ),
         ("drafter", {"tree_size": 6}, "drafter, W 4 L 3 N 6: --tree-size as given, otherwise default for a CPU"),
         (
             "drafter",

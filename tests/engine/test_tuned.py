@@ -14,7 +14,9 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig, resolve
 from drafter.engine.tuned import (
+    LIVE_TREES,
     PLAIN,
+    LiveSizer,
     MeasuredTree,
     RowPlan,
     Tree,
@@ -144,16 +146,52 @@ def test_rejected_drafts_lead_to_plain_decoding_and_are_tried_again_now_and_then
     assert _drive(sizer, 5000, kept_per_step={SMALL: 0.5, LARGE: 1.0})[-1] == LARGE
 
 
-def _drive(sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float]) -> list[Tree]:
+def _drive(
+    sizer: TreeSizer, num_steps: int, kept_per_step: dict[Tree, float], seconds: dict[Tree, float] | None = None
+) -> list[Tree]:
     """Steps of one row that keep drafts at a steady rate."""
     seen, owed = [], 0.0
     for _ in range(num_steps):
         tree = sizer.choose(1)
         owed += kept_per_step.get(tree, 0.0)
-        sizer.observe([int(owed)])
+        sizer.observe([int(owed)], (seconds or {}).get(tree, 1.0))
         owed -= int(owed)
         seen.append(tree)
     return seen
+
+
+TWO, FOUR, EIGHT = Tree(1, 1, 2), Tree(2, 2, 4), Tree(4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),  # tokens per step with 2, 4 and 8 nodes: 1.5, 1.9, 2.3
+    [
+        pytest.param((1.0, 1.6, 2.2, 3.0), PLAIN, id="no tree pays"),
+        pytest.param((1.0, 1.4, 2.0, 3.0), TWO, id="a small one"),
+        pytest.param((1.0, 1.1, 1.2, 1.3), EIGHT, id="a large one"),
+    ],
+)
+def test_without_measurements_the_fastest_steps_win_and_cost_no_more_than_plain_decoding(
+    seconds: tuple[float, ...], wanted: Tree
+) -> None:
+    seconds_of = dict(zip((PLAIN, TWO, FOUR, EIGHT), seconds, strict=True))
+    kept = {tree: number - 1 for tree, number in LIVE_TREES.items()}
+    sizer = LiveSizer(LIVE_TREES)
+    seen = _drive(sizer, 4000, kept, seconds_of)
+    assert set(seen[:20]) == set(LIVE_TREES), "each is tried at the beginning"
+    assert Counter(seen[20:])[wanted] / len(seen[20:]) > 0.85
+    best = (1 + kept[wanted]) / seconds_of[wanted]
+    assert sum(1 + kept[tree] for tree in seen) / sum(seconds_of[tree] for tree in seen) > 0.98 * best
+    # The machine changes, or the text does.
+    assert Counter(_drive(sizer, 4000, kept, {tree: 1.0 for tree in seconds_of})[-1000:])[EIGHT] > 900
+    assert Counter(_drive(sizer, 4000, {}, {**seconds_of, PLAIN: 0.9})[-1000:])[PLAIN] > 900
+
+
+def test_an_engine_on_a_cpu_sizes_its_trees_by_its_own_steps() -> None:
+    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2))
+    assert isinstance(engine._sizer, LiveSizer) and engine.plan.is_live
+    assert_lossless(engine, requests(12, seed=3))
+    assert {tree for _, tree in engine._sizer._used} == set(LIVE_TREES)
 
 
 def test_switching_trees_between_steps_changes_no_token() -> None:
