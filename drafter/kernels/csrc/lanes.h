@@ -24,20 +24,27 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef F AnyF __attribute__((aligned(4), may_alias));
 typedef I AnyI __attribute__((aligned(4), may_alias));
 #define UNROLL _Pragma("GCC unroll 16")
+#define APART static __attribute__((noinline))  // a loop whose registers are chosen for itself
 #define INLINE static inline __attribute__((always_inline))
 
-template <class T> INLINE T lesser(T a, T b) { return a < b ? a : b; }
-template <class T> INLINE T bigger(T a, T b) { return a < b ? b : a; }
+template <class T> INLINE constexpr T lesser(T a, T b) { return a < b ? a : b; }
+template <class T> INLINE constexpr T bigger(T a, T b) { return a < b ? b : a; }
 INLINE F load(const float* p) { return *(const AnyF*)p; }
 INLINE I load(const void* p) { return *(const AnyI*)p; }
 INLINE void store(float* p, F x) { *(AnyF*)p = x; }
-INLINE F all(float x) { return F{} + x; }
 INLINE I all(int32_t x) { return I{} + x; }
 INLINE F bits(I x) { return (F)x; }
 INLINE F number(I x) { return __builtin_convertvector(x, F); }
+template <class V> INLINE V pinned(V x) {  // a compiler that loads all numbers of a loop first has no registers left for the sums
+#if defined(__x86_64__)
+  __asm__ volatile("" : "+v"(x));
+#endif
+  return x;
+}
 INLINE void prefetch(const void* p, int bytes) { for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i); }
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
+INLINE F all(float x) { return (F)_mm512_set1_ps(x); }  // `F{} + x` would add for each: -0 becomes 0 by that
 INLINE F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE I round(F x) { return (I)_mm512_cvtps_epi32((__m512)x); }
@@ -46,6 +53,7 @@ INLINE F half(const uint16_t* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256(
 INLINE I dot4(I sum, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s); }
 INLINE void store_bytes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8((__m512i)x)); }
 #elif defined(__AVX2__)
+INLINE F all(float x) { return (F)_mm256_set1_ps(x); }
 INLINE F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE F greater(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE I round(F x) { return (I)_mm256_cvtps_epi32((__m256)x); }
@@ -58,6 +66,7 @@ INLINE void store_bytes(int8_t* p, I x) {
   _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
 #else
+INLINE F all(float x) { F y; for (int i = 0; i < LANES; i++) y[i] = x; return y; }
 INLINE F fma(F a, F b, F c) { return a * b + c; }
 INLINE F greater(F a, F b) { return a > b ? a : b; }
 INLINE I round(F x) { I y; for (int i = 0; i < LANES; i++) y[i] = (int32_t)nearbyintf(x[i]); return y; }

@@ -1,5 +1,5 @@
-// Products of rows with a matrix in blocks, one block of 16 outputs at a time. Every output is one sum in one order: over pairs
-// of inputs, the even ones and the odd ones apart, or over groups of 32 inputs.
+// Products of rows with a matrix in blocks, one block of 16 outputs at a time. Every output is one sum in one order: input by
+// input, or over groups of 32 inputs.
 #pragma once
 #include "lanes.h"
 #include "layout.h"
@@ -47,39 +47,40 @@ static void place(const Rows& to, int n, const float* x, long padded_inputs, boo
   }
 }
 
-// ---- float weights: a format reads the inputs k and k + 1 of one vector of outputs ----
+// ---- float weights: a format reads input k, which is even, or k + 1 of one vector of outputs ----
 struct InF32 {
   static constexpr int BYTES = 4;  // of a weight
   static constexpr bool IS_PAIRED = false;
-  INLINE void pair(const char* w, long k, F& a, F& b) { a = load((const float*)(w + 64 * k)); b = load((const float*)(w + 64 * k + 64)); }
+  template <int I> INLINE F input(const char* w, long k) { return load((const float*)(w + 64 * (k + I))); }
 };
 struct InF16 {
   static constexpr int BYTES = 2;
   static constexpr bool IS_PAIRED = false;
-  INLINE void pair(const char* w, long k, F& a, F& b) { a = half((const uint16_t*)(w + 32 * k)); b = half((const uint16_t*)(w + 32 * k + 32)); }
+  template <int I> INLINE F input(const char* w, long k) { return half((const uint16_t*)(w + 32 * (k + I))); }
 };
 struct InBF16 {
   static constexpr int BYTES = 2;
   static constexpr bool IS_PAIRED = true;
-  INLINE void pair(const char* w, long k, F& a, F& b) { const I v = load((const void*)(w + 32 * k)); a = bits(v << 16); b = bits(v & (int32_t)0xffff0000); }
+  template <int I> INLINE F input(const char* w, long k) { const ::STEP::I v = load((const void*)(w + 32 * k)); return bits((I ? pinned(v >> 16) : v) << 16); }  // a mask would take a register
 };
 template <class T> constexpr int strip_bytes() { return T::BYTES * LANES * (T::IS_PAIRED ? 2 : 1); }
 
-template <class T, int M, int S> static void float_strips(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
-  // S vectors of outputs from strip `first` on, M rows; out [M, S, LANES]
-  F even[M][S], odd[M][S];
-  UNROLL for (int r = 0; r < M; r++) UNROLL for (int s = 0; s < S; s++) even[r][s] = odd[r][s] = F{};
+// S vectors of outputs from strip `first` on, M rows; out [M, S, LANES]. M S sums at once hide the time of an addition, and leave
+// registers for the weights.
+template <class T, int M, int S> APART void float_strips(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
+  F sum[M][S];
+  UNROLL for (int r = 0; r < M; r++) UNROLL for (int s = 0; s < S; s++) sum[r][s] = F{};
   const char* p[S];
   UNROLL for (int s = 0; s < S; s++) p[s] = w + (first + s) / STRIPS * block_bytes + (first + s) % STRIPS * strip_bytes<T>();
   const float* v = x.x;
   for (long k = 0; k < inputs; k += 2, v += 2 * M) {
-    UNROLL for (int s = 0; s < S; s++) {
-      __builtin_prefetch(p[s] + 16 * T::BYTES * (k + 64));
-      F a, b; T::pair(p[s], k, a, b);
-      UNROLL for (int r = 0; r < M; r++) { even[r][s] = fma(a, all(v[r]), even[r][s]); odd[r][s] = fma(b, all(v[M + r]), odd[r][s]); }
-    }
+    F weight[S];
+    UNROLL for (int s = 0; s < S; s++) { if (s % STRIPS == 0) __builtin_prefetch(p[s] + 16 * T::BYTES * (k + 64)); weight[s] = T::template input<0>(p[s], k); }
+    UNROLL for (int r = 0; r < M; r++) { const F x_r = S > 1 ? pinned(all(v[r])) : all(v[r]); UNROLL for (int s = 0; s < S; s++) sum[r][s] = fma(weight[s], x_r, sum[r][s]); }
+    UNROLL for (int s = 0; s < S; s++) weight[s] = T::template input<1>(p[s], k);
+    UNROLL for (int r = 0; r < M; r++) { const F x_r = S > 1 ? pinned(all(v[M + r])) : all(v[M + r]); UNROLL for (int s = 0; s < S; s++) sum[r][s] = fma(weight[s], x_r, sum[r][s]); }
   }
-  UNROLL for (int r = 0; r < M; r++) UNROLL for (int s = 0; s < S; s++) store(out + (r * S + s) * LANES, even[r][s] + odd[r][s]);
+  UNROLL for (int r = 0; r < M; r++) UNROLL for (int s = 0; s < S; s++) store(out + (r * S + s) * LANES, sum[r][s]);
 }
 
 // ---- integer weights: a format adds up the products of one group, and scales the sum ----
@@ -93,7 +94,10 @@ template <int ZERO, class SCALE, bool HAS_OFFSET> struct In4 {
     w.scale = scale(b, strip); w.offset = HAS_OFFSET ? scale(b + SCALES, strip) : F{};
     return w;
   }
-  template <int M> INLINE F add(const Weights& w, const int32_t* x, float scale, const int32_t* total, F sum) {
+  template <int M> INLINE void add(const Weights& w, const int32_t* x, const float* scale, const int32_t* total, F* sum) {
+    UNROLL for (int r = 0; r < M; r++) sum[r] = row<M>(w, x + r, scale[r], total[r] + total[M + r], sum[r]);
+  }
+  template <int M> INLINE F row(const Weights& w, const int32_t* x, float scale, int32_t q_total, F sum) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
     // Eight products of 4 bits by 8 fit into 16 bits: 8 * 15 * 127 < 2^15.
     __m256i a = _mm256_setzero_si256(), b = a;
@@ -107,7 +111,6 @@ template <int ZERO, class SCALE, bool HAS_OFFSET> struct In4 {
     UNROLL for (int j = 0; j < 4; j++) { n = dot4(n, w.low[j], all(x[M * j])); m = dot4(m, w.high[j], all(x[M * (j + 4)])); }
     n += m;
 #endif
-    const int32_t q_total = total[0] + total[M];
     if (ZERO) n -= ZERO * q_total;
     sum = fma(number(n), w.scale * scale, sum);
     return HAS_OFFSET ? fma(w.offset, all(scale * q_total), sum) : sum;
@@ -130,26 +133,29 @@ template <class SCALE, bool HAS_OFFSET, int HALVES> struct In8 {
     w.offset = HAS_OFFSET ? scale(b + HALVES * SCALES, strip) : F{};
     return w;
   }
-  template <int M> INLINE I products(const char* q, const int32_t* x, int from, int to, int32_t total) {
+  template <int M> INLINE void products(const char* q, const int32_t* x, int from, int to, const int32_t* total, I* n) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    I n = I{};
+    UNROLL for (int r = 0; r < M; r++) n[r] = I{};
     UNROLL for (int j = from; j < to; j++) {
-      const __m256i w = _mm256_xor_si256(*(const __m256i_u*)(q + 64 * j), _mm256_set1_epi8((char)128));
-      n += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(x[M * j]), w)), _mm256_set1_epi16(1));
+      const __m256i w = _mm256_xor_si256(*(const __m256i_u*)(q + 64 * j), _mm256_set1_epi8((char)128)), size = _mm256_abs_epi8(w);
+      UNROLL for (int r = 0; r < M; r++)
+        n[r] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(x[M * j + r]), w)), _mm256_set1_epi16(1));
     }
 #else
-    I n = all(-128 * total);
-    UNROLL for (int j = from; j < to; j++) n = dot4(n, load((const void*)(q + 64 * j)), all(x[M * j]));
-#endif
-    return n;
-  }
-  template <int M> INLINE F add(const Weights& w, const int32_t* x, float scale, const int32_t* total, F sum) {
-    if (HALVES == 2) {
-      sum = fma(number(products<M>(w.q, x, 0, 4, total[0])), w.scale[0] * scale, sum);
-      return fma(number(products<M>(w.q, x, 4, 8, total[M])), w.scale[HALVES - 1] * scale, sum);
+    UNROLL for (int r = 0; r < M; r++) n[r] = all(-128 * ((from < 4 ? total[r] : 0) + (to > 4 ? total[M + r] : 0)));
+    UNROLL for (int j = from; j < to; j++) {
+      const I w = load((const void*)(q + 64 * j));
+      UNROLL for (int r = 0; r < M; r++) n[r] = dot4(n[r], w, all(x[M * j + r]));
     }
-    sum = fma(number(products<M>(w.q, x, 0, 8, total[0] + total[M])), w.scale[0] * scale, sum);
-    return HAS_OFFSET ? fma(w.offset, all(scale * (total[0] + total[M])), sum) : sum;
+#endif
+  }
+  template <int M> INLINE void add(const Weights& w, const int32_t* x, const float* scale, const int32_t* total, F* sum) {
+    I n[M];
+    UNROLL for (int h = 0; h < HALVES; h++) {
+      products<M>(w.q, x, 8 / HALVES * h, 8 / HALVES * (h + 1), total, n);
+      UNROLL for (int r = 0; r < M; r++) sum[r] = fma(number(n[r]), w.scale[h] * scale[r], sum[r]);
+    }
+    if (HAS_OFFSET) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(w.offset, all(scale[r] * (total[r] + total[M + r])), sum[r]);
   }
   INLINE void dense(const char* b, int strip, F* out) {
     const Weights w = read(b, strip);
@@ -166,27 +172,25 @@ typedef In8<uint16_t, false, 1> InQ8_0;
 typedef In8<float, true, 1> InQ5_K;
 typedef In8<float, false, 2> InQ6_K;
 
-template <class T, int M> static void rounded_strip(const char* w, int strip, long inputs, Rows x, float* out) {
+template <class T, int M> APART void rounded_strip(const char* w, int strip, long inputs, Rows x, float* out) {
   F sum[M];
   UNROLL for (int r = 0; r < M; r++) sum[r] = F{};
   for (long g = 0; g < inputs / GROUP; g++, w += T::BYTES) {
     if (strip == 0) prefetch(w + 16 * T::BYTES, T::BYTES);  // the next groups; takes a third off a step
     const typename T::Weights weights = T::read(w, strip);
-    UNROLL for (int r = 0; r < M; r++) sum[r] = T::template add<M>(weights, x.q + GROUP / 4 * g * M + r, x.scale[g * M + r], x.total + 2 * g * M + r, sum[r]);
+    T::template add<M>(weights, x.q + GROUP / 4 * g * M, x.scale + g * M, x.total + 2 * g * M, sum);
   }
   UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, sum[r]);
 }
-template <class T, int M> static void dense_strip(const char* w, int strip, long inputs, Rows x, float* out) {
-  F even[M], odd[M];
-  UNROLL for (int r = 0; r < M; r++) even[r] = odd[r] = F{};
+template <class T, int M> APART void dense_strip(const char* w, int strip, long inputs, Rows x, float* out) {
+  F sum[M];
+  UNROLL for (int r = 0; r < M; r++) sum[r] = F{};
   for (long g = 0; g < inputs / GROUP; g++, w += T::BYTES) {
     F weights[GROUP]; T::dense(w, strip, weights);
-    for (int i = 0; i < GROUP; i += 2) UNROLL for (int r = 0; r < M; r++) {
-      const float* v = x.x + (GROUP * g + i) * M + r;
-      even[r] = fma(weights[i], all(v[0]), even[r]); odd[r] = fma(weights[i + 1], all(v[M]), odd[r]);
-    }
+    const float* v = x.x + GROUP * g * M;
+    for (int i = 0; i < GROUP; i++, v += M) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(weights[i], all(v[r]), sum[r]);
   }
-  UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, even[r] + odd[r]);
+  UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, sum[r]);
 }
 
 // ---- rows and blocks: which template runs. No choice here changes a bit. ----
@@ -194,7 +198,8 @@ INLINE void put(const float* from, int count, const float* bias, float* y) {  //
   if (count >= LANES) { store(y, bias ? load(from) + load(bias) : load(from)); return; }
   for (int i = 0; i < count; i++) y[i] = bias ? from[i] + bias[i] : from[i];
 }
-template <class T, int M, int S> static void float_rows(const Matrix& W, long block, Rows x, int num, long inputs, float* y, long width) {
+template <class T, int M> static void float_rows(const Matrix& W, long block, Rows x, int num, long inputs, float* y, long width) {
+  constexpr int S = lesser(STRIPS, 2);
   const long bytes = inputs * BLOCK * T::BYTES; float out[M * S * LANES];
   const char* w = (const char*)W.blocks + block * bytes;
   for (int first = 0; first < STRIPS; first += S) {
@@ -220,7 +225,7 @@ template <template <int> class K, class... A> static inline void by_rows(int m, 
     default: if constexpr (LANES == 16) { if (m == 8) K<8>::run(a...); else K<12>::run(a...); }
   }
 }
-template <class T> struct Floats { template <int M> struct K { static void run(const Matrix& W, long b, Rows x, int num, long k, float* y, long width) { float_rows<T, M, 1>(W, b, x, num, k, y, width); } }; };
+template <class T> struct Floats { template <int M> struct K { static void run(const Matrix& W, long b, Rows x, int num, long k, float* y, long width) { float_rows<T, M>(W, b, x, num, k, y, width); } }; };
 template <class T, bool ROUNDED> struct Integers { template <int M> struct K { static void run(const Matrix& W, long b, Rows x, int num, long k, float* y, long width) { integer_rows<T, M, ROUNDED>(W, b, x, num, k, y, width); } }; };
 
 // One row of float weights: four vectors of outputs at once, because a sum of one chain waits for each addition.
@@ -265,7 +270,7 @@ static void unpack_row(const Matrix& W, long row, float* out) {
   const long k = padded(W.inputs, GROUP), block = row / BLOCK; const int strip = row % BLOCK / LANES, lane = row % LANES;
   F v[GROUP];
 #define DENSE(T) T::dense((const char*)W.blocks + (block * (k / GROUP) + g) * T::BYTES, strip, v); break;
-#define PAIRS(T) for (int i = 0; i < GROUP; i += 2) T::pair((const char*)W.blocks + block * k * BLOCK * T::BYTES + strip * strip_bytes<T>(), GROUP * g + i, v[i], v[i + 1]); break;
+#define PAIRS(T) for (int i = 0; i < GROUP; i += 2) { const char* w = (const char*)W.blocks + block * k * BLOCK * T::BYTES + strip * strip_bytes<T>(); v[i] = T::template input<0>(w, GROUP * g + i); v[i + 1] = T::template input<1>(w, GROUP * g + i); } break;
   for (long g = 0; g < k / GROUP; g++) {
     switch (W.format) {
       case F32: PAIRS(InF32)
