@@ -7,14 +7,16 @@ thread's memory. A forked process has both limits.
 import contextlib
 import faulthandler
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from drafter.utils.io import first_line
 
@@ -22,7 +24,7 @@ Item = TypeVar("Item")
 
 MAX_SECONDS = 10.0  # for one text; a text of two megabytes takes one
 MAX_BYTES = 1 << 30  # that a fork may add to the memory of the process that it was forked from
-_PAGES = Path("/proc/self/statm")
+_OUT_OF_MEMORY = 77  # exit code of a fork
 
 
 def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = False) -> list[int]:
@@ -113,15 +115,6 @@ def escaped(tokenizer: Any, text: str) -> str:
     return text
 
 
-def _limit_memory() -> None:
-    """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
-    if _PAGES.exists():  # Linux
-        most = int(_PAGES.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # of `ulimit -v`, which nobody may raise
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: str) -> list[Any]:
     """``[function(item) for item in items]``, computed in a fork of this process with the limits above for each item.
 
@@ -166,70 +159,55 @@ class Fork:
 
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
         self._function, self._what = function, what
-        self._child = self._writing = self._reading = -1
+        self._child: Any = None  # the process, and our end of its pipe
+        self._pipe: Any = None
         self._lock = threading.RLock()
 
     def map(self, items: Sequence[Any]) -> list[Any]:
         """``[function(item) for item in items]``, for one thread after the other (:class:`ForkError`)."""
         with self._lock:
-            return self._map(items)
+            return [self._value(item) if sys.platform.startswith("linux") else self._function(item) for item in items]
 
-    def _map(self, items: Sequence[Any]) -> list[Any]:
-        if not items or not sys.platform.startswith("linux"):
-            return [self._function(item) for item in items]
-        if self._child < 0:
-            self._fork()
-        data, num_lines = bytearray(), 0
+    def close(self) -> int | None:
+        """End the fork; its exit code, negative for a signal."""
+        with self._lock:
+            child, self._child = self._child, None
+            if child is None:
+                return None
+            self._pipe.close()
+            child.kill()  # without effect on a child that has ended
+            child.join()
+            return int(child.exitcode)
+
+    def _value(self, item: Any) -> Any:
+        if self._child is None:
+            self._start()
         try:
-            _send(self._writing, list(items))
-            while num_lines < len(items) and len(data) <= MAX_BYTES and not _is_last(data):
-                if not (part := os.read(self._reading, 1 << 20)):
-                    break
-                data += part
-                num_lines += part.count(b"\n")
-        except BaseException:  # the child's answer would come before the next one's
+            self._pipe.send_bytes(json.dumps(item).encode())
+            answer = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            code = self.close()
+        except BaseException:  # the answer would come before the next item's
             self.close()
             raise
-        answers = [json.loads(line) for line in data.split(b"\n") if line] if len(data) <= MAX_BYTES else []
-        if answers and "error" in answers[-1]:
-            raise ForkError(answers[-1]["error"], answers[-1]["cause"])
-        if len(answers) == len(items) and "value" in answers[-1]:
-            return [answer["value"] for answer in answers]
-        status = self.close()
-        if len(data) > MAX_BYTES or (answers and answers[-1].get("is_too_large")):
+        else:
+            if "value" in answer:
+                return answer["value"]
+            raise ForkError(answer["error"], answer["cause"])
+        if code == _OUT_OF_MEMORY:
             raise ForkError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", "limit")
-        is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-        reason = f"took longer than {MAX_SECONDS:g} seconds" if is_late else "ended its process"
-        raise ForkError(f"{self._what} {reason}", "limit" if is_late else "ended")
+        if code == -signal.SIGPROF:
+            raise ForkError(f"{self._what} took longer than {MAX_SECONDS:g} seconds", "limit")
+        raise ForkError(f"{self._what} ended its process", "ended")
 
-    def __del__(self) -> None:
-        if contextlib is None:  # Python ends and has cleared this module; the fork ends with its pipe
-            return
-        with contextlib.suppress(KeyboardInterrupt):  # which Python forgets here, after a trace on the screen
-            self.close()
-
-    def close(self) -> int:
-        """End the fork; its status."""
-        with self._lock:
-            if self._child < 0:
-                return 0
-            child, self._child = self._child, -1
-            os.close(self._writing)
-            os.close(self._reading)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)  # without effect on a child that has ended
-            return os.waitpid(child, 0)[1]
-
-    def _fork(self) -> None:
-        asked, self._writing = os.pipe()
-        self._reading, answered = os.pipe()
-        sys.stdout.flush()
+    def _start(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process
+        child = process(target=_work, args=(self._function, theirs), daemon=True)
         with _later_interrupt():
-            self._child = os.fork()
-            if self._child == 0:
-                _work(self._function, asked, answered)
-            os.close(asked)
-            os.close(answered)
+            child.start()
+            self._child = child
+            theirs.close()
 
 
 @contextlib.contextmanager
@@ -248,41 +226,35 @@ def _later_interrupt() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _is_last(data: bytearray) -> bool:
-    """Whether the child has refused an item, and computes no further ones."""
-    return data.endswith(b"\n") and not data[data.rfind(b"\n", 0, -1) + 1 :].startswith(b'{"value"')
-
-
-def _work(function: Callable[[Any], Any], asked: int, answered: int) -> NoReturn:
-    """Answer lists of items until the parent ends, in the forked process."""
+def _work(function: Callable[[Any], Any], pipe: Connection) -> None:
+    """Answer items until the parent ends, in the forked process."""
     faulthandler.disable()  # the end of this process is expected
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may have answers to finish
         for number in (signal.SIGPROF, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # the end of this process, within C as well
-        for first, last in ((3, min(asked, answered)), (min(asked, answered) + 1, max(asked, answered))):
-            os.closerange(first, last)
-        os.closerange(max(asked, answered) + 1, os.sysconf("SC_OPEN_MAX"))  # a server's sockets end with the server
+        os.closerange(3, pipe.fileno())  # a server's sockets end with the server
+        os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         _limit_memory()
-        with os.fdopen(asked, "rb") as stream:
-            for line in stream:
-                for item in json.loads(line):
-                    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
-                    try:
-                        _send(answered, {"value": function(item)})
-                    except MemoryError:
-                        _send(answered, {"is_too_large": True})
-                        break
-                    except Exception as error:
-                        cause = type(error.__cause__).__name__
-                        _send(answered, {"error": str(error) or type(error).__name__, "cause": cause})
-                        break
-                    signal.setitimer(signal.ITIMER_PROF, 0)
+        while True:
+            item = json.loads(pipe.recv_bytes())
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
+            try:
+                answer = json.dumps({"value": function(item)}).encode()
+            except MemoryError:
+                os._exit(_OUT_OF_MEMORY)
+            except Exception as error:
+                cause = type(error.__cause__).__name__
+                answer = json.dumps({"error": str(error) or type(error).__name__, "cause": cause}).encode()
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.send_bytes(answer)
     finally:
         os._exit(0)
 
 
-def _send(writing: int, value: Any) -> None:
-    data = memoryview(json.dumps(value).encode() + b"\n")
-    while data:
-        data = data[os.write(writing, data) :]
+def _limit_memory() -> None:
+    """Let this process take ``MAX_BYTES`` more than now; further allocations raise MemoryError."""
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MAX_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # of `ulimit -v`, which nobody may raise
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -72,7 +72,7 @@ def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next() -> 
         assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
         hanging = asyncio.create_task(encoder.encode(turns("hang")))
         await asyncio.sleep(0.2)
-        os.kill(encoder._target.encoder._child, signal.SIGKILL)
+        os.kill(encoder._target.encoder._child.pid, signal.SIGKILL)
         with pytest.raises(ApiError) as found:
             await hanging
         assert found.value.status_code == 503

@@ -115,7 +115,7 @@ def test_the_process_of_the_templates_starts_before_the_cache_is_there(
     reserve, forks = Engine.reserve, list[int]()
 
     def reserved(engine: Engine, num_slots: int) -> None:
-        forks.append(engine.target.encoder._child)
+        forks.append(engine.target.encoder._child.pid)
         reserve(engine, num_slots)
 
     monkeypatch.setattr(Engine, "reserve", reserved)
