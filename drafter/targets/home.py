@@ -1,7 +1,6 @@
 """Where the package keeps files, and folders that are made of other files once, and are whole or not there.
 
-A folder is filled beside its place, then renamed, under a lock file. Its record states the size of every file and the
-time of the last change of the file's entry, which no program can set.
+A folder is filled beside its place, then renamed, under a lock file. Its record states the size of every file.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ def key_of(files: Iterable[Path], facts: Any = None) -> str:
     return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def keep(folder: Path, fill: Callable[[Path], None], source: Any = None, *, is_exact: bool = False) -> Path:
+def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path:
     """The folder, filled by ``fill`` unless :func:`is_whole`. Two processes at once: the second waits, and finds the
     folder done.
 
@@ -40,40 +39,33 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None, *, is_e
         folder: its place.
         fill: writes the files into an empty folder.
         source: what the record says of the folder's origin.
-        is_exact: as of :func:`is_whole`.
 
     Raises:
         Exception: of ``fill``.
     """
-    if is_whole(folder, is_exact=is_exact):
+    if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.parent / f".{folder.name}.lock"
     lock.touch()
     with locked(lock, wait=True, seconds=math.inf):
         recover(folder)
-        if is_whole(folder, is_exact=is_exact):
+        if is_whole(folder):
             return folder
         with replacing(folder, follows_links=False) as scratch:
             scratch.mkdir()
             fill(scratch)
             for file in scratch.iterdir():
                 file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
-            found = {file.name: file.stat() for file in scratch.iterdir()}
-            sizes = {name: stat.st_size for name, stat in found.items()}
-            changes = {name: stat.st_ctime_ns for name, stat in found.items()}
-            record = {"source": source, "bytes": sizes, "changed": changes}
+            record = {"source": source, "bytes": {file.name: file.stat().st_size for file in scratch.iterdir()}}
             (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
-def is_whole(folder: Path, *, is_exact: bool = False) -> bool:
-    """Whether every file of a kept folder has its size, and if ``is_exact`` nobody has changed a file since."""
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a kept folder has its size."""
     try:
-        record = read_json_object(folder / _RECORD)
-        sizes, changes = record["bytes"], record["changed"] if is_exact else {}
-        found = {name: (folder / name).stat() for name in sizes}
-        is_same = all(found[name].st_ctime_ns == change for name, change in changes.items())
-        return bool(found) and is_same and all(found[name].st_size == size for name, size in sizes.items())
+        sizes = read_json_object(folder / _RECORD)["bytes"]
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
