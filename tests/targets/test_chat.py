@@ -13,6 +13,7 @@ from drafter.targets.chat import limited_map
 
 def test_ctrl_c_waits_for_the_end_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, worker = os.fork, chat.Fork(lambda item: item, "this")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background ignore the signal
     monkeypatch.setattr(os, "fork", lambda: [signal.raise_signal(signal.SIGINT), fork()][-1])
     with pytest.raises(KeyboardInterrupt):
         worker.map([1])
