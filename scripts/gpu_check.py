@@ -34,7 +34,6 @@ from drafter.engine.tuned import PLAIN, Tree, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target, wrap_model
-from drafter.runtimes.two_parts import KernelParts
 from drafter.targets.home import home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
@@ -48,7 +47,7 @@ SHAPES = {
 }
 REAL = "smollm2-135m"
 TREES = (PLAIN, Tree(4, 3, 8), Tree(8, 4, 24), Tree(16, 5, 64))
-FORMS: dict[str, Any] = {"one mask": None, "two parts": KernelParts}  # of attention
+FORMS = ("one mask", "two parts")  # of attention
 GREEDY = SamplingParams(max_new_tokens=128, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True)
 _MOST_TOKENS = 12  # of a step: depths of the largest tree, copies included, and one more
@@ -273,9 +272,9 @@ def attention(check: Check) -> None:
     """Both forms of attention in steps over short and long texts of the largest target."""
     (name, load) = list(check.targets())[-1]
     target, long = load(), 8 * check.prompt_length
-    for is_compiled, (form, kind) in product(check.compile, FORMS.items()):
+    for is_compiled, form in product(check.compile, FORMS):
         with check.trying(target=name, form=form, is_compiled=is_compiled is None):
-            target.runtime.use_attention(kind)
+            target.runtime.use_two_parts(is_on=form == "two parts")
             sizer = Steered([PLAIN, check.trees[1 if check.given.small else 2]])
             room = _MOST_TOKENS * (2 + check.num_steps) * len(sizer.trees)
             engine = engine_of(check, name, target, long + room, compile=is_compiled, sizer=sizer)

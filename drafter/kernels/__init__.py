@@ -1,1 +1,1 @@
-"""Kernels: packed matrices, argmax and topk, writes into a cache. Tensors in, tensors out."""
+"""Kernels: the native step, packed matrices, argmax and topk, sampling. Tensors in, tensors out."""

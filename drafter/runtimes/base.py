@@ -61,7 +61,6 @@ class Traits(NamedTuple):
         is_uniform: all layers on one device, with keys of one shape; what was measured on the device then holds.
         is_trainable: the weights are plain numbers in modules of torch.
         is_exact: tree, batch and chunk change no bit of a token's logits.
-        is_sharded: other processes hold parts of the weights, and take part in every forward.
         has_plain_logits: logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap).
         cheap_tokens: tokens that a forward verifies at little more than the cost of one; None: the device's default.
         layer_devices: where each layer computes; empty: all on one device.
@@ -73,7 +72,6 @@ class Traits(NamedTuple):
     is_uniform: bool = True
     is_trainable: bool = False
     is_exact: bool = False
-    is_sharded: bool = False
     has_plain_logits: bool = True
     cheap_tokens: int | None = None
     layer_devices: tuple[torch.device, ...] = ()
@@ -123,31 +121,25 @@ class Runtime(Protocol[C]):
     @property
     def embedding_weight_VD(self) -> Tensor:
         """Input embeddings as plain numbers, [V, D]; may be made at the first call."""
-        ...
 
     @property
     def output_weight_VD(self) -> Tensor:
         """The output matrix as plain numbers, [V, D]; may be made at the first call."""
-        ...
 
     def output_rows(self, token_X: Tensor) -> Tensor:
         """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
-        ...
 
     def embed(self, token: Tensor) -> Tensor:
         """Input embeddings as the first layer gets them, scale included: int64 [...] -> [..., D]."""
-        ...
 
     def prepare_decoding(self) -> None:
         """Called before the first step of an engine."""
 
     def new_cache(self, num_rows: int, num_slots: int) -> C:
         """An empty cache; 0 rows and 0 slots are allowed."""
-        ...
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
         """Bytes that a cache of this size takes."""
-        ...
 
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: C | None, context_layers: Sequence[int] = ()
@@ -165,8 +157,6 @@ class Runtime(Protocol[C]):
         Returns:
             hidden [B, T, D], after the final norm, and context [B, T, C].
         """
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D], scaling and soft cap included."""
-        ...

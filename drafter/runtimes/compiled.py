@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 from drafter.runtimes.base import Slots
-from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, SlotCache, folded_attention
-from drafter.targets.sharding import layers_of
+from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, SlotCache, folded_attention, set_attention
+from drafter.targets.capabilities import layers_of
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
@@ -40,13 +40,9 @@ def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCach
     """
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     if runtime.model.config._attn_implementation == FOLDED_ATTENTION:
-        AttentionInterface.register(OPAQUE_ATTENTION, torch.compiler.disable(folded_attention))
-        AttentionMaskInterface.register(OPAQUE_ATTENTION, sdpa_mask)
-        runtime.model.set_attn_implementation(OPAQUE_ATTENTION)
+        set_attention(runtime.model, OPAQUE_ATTENTION, torch.compiler.disable(folded_attention))
     layers: Any = ()
     # A layer's number is no constant; one process compiles, because a pool of forked ones may hang at the end.
     limits: dict[str, Any] = {"allow_unspec_int_on_nn_module": True}

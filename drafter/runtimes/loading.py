@@ -15,7 +15,7 @@ from drafter.runtimes.torch import TorchRuntime
 from drafter.targets.catalog import place_of
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
-from drafter.targets.loading import checkpoint_files, read_checkpoint, resolve_device, resolve_dtype
+from drafter.targets.loading import DTYPES, checkpoint_files, read_checkpoint, resolve_device, resolve_dtype
 from drafter.targets.rounding import BITS, round_linears
 from drafter.targets.target import Target
 from drafter.utils.validate import require_choice
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
-DTYPES = ("auto", "float32", "bfloat16", "float16", "stored")
 QUANTIZATIONS = ("none", *BITS)
 
 
@@ -34,11 +33,10 @@ def _load_torch(spec: Spec) -> Target:
         raise Unsuitable("it has no kernels for a file's integers; give another --dtype")
     device = resolve_device(spec.device)
     shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
-    found = read_checkpoint(
+    model, tokenizer, scheme = read_checkpoint(
         spec.name, resolve_dtype(spec.dtype, device), device, num_shards=spec.num_shards, device_map=spec.device_map,
         quantization=spec.quantization, **shared,
     )  # fmt: skip
-    model: Any = found.model
     files = [file for file in checkpoint_files(place_of(spec.name), spec.revision) if file.suffix == ".safetensors"]
     fingerprint = fingerprint_of(model.get_output_embeddings().weight, ends_in_files(files))
     if spec.quantization != "none" and not round_linears(model, BITS[spec.quantization]):
@@ -50,9 +48,9 @@ def _load_torch(spec: Spec) -> Target:
     if spec.is_whole and not spec.is_trainable and device.type == "cpu":
         runtime.pack()
     return Target(
-        runtime, found.tokenizer, model.config, name=spec.name, fingerprint=fingerprint,
+        runtime, tokenizer, model.config, name=spec.name, fingerprint=fingerprint,
         generation_config=model.generation_config, revision=spec.revision,
-        quantization=found.scheme or spec.quantization,
+        quantization=scheme or spec.quantization,
     )  # fmt: skip
 
 
@@ -85,7 +83,7 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     require_choice("runtime", runtime, ("auto", *RUNTIMES))
-    require_choice("dtype", spec.dtype, DTYPES)
+    require_choice("dtype", spec.dtype, ("auto", *DTYPES, "stored"))
     require_choice("quantization", spec.quantization, QUANTIZATIONS)
     if spec.quantization != "none" and not spec.is_whole:
         raise ValueError(
@@ -115,7 +113,7 @@ def wrap_model(
     """
     name = name or getattr(model, "name_or_path", "") or type(model).__name__
     runtime = TorchRuntime(model, name)
-    fingerprint = fingerprint_of(runtime.output_weight_VD, ends_in_model(runtime.capabilities.decoder))
+    fingerprint = fingerprint_of(runtime.output_weight_VD, ends_in_model(runtime.decoder))
     return Target(
         runtime, tokenizer, model.config, name=name, fingerprint=fingerprint, generation_config=model.generation_config
     )

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
 from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
-from drafter.runtimes.two_parts import Parts, TwoParts
-from drafter.targets.cache import CacheShape, NothingKept, SlotCache, cache_keyword, use_folded_attention
-from drafter.targets.capabilities import Capabilities, LogitMap, final_norm, probe, refusal
+from drafter.runtimes.two_parts import TwoParts
+from drafter.targets.cache import NothingKept, SlotCache, cache_keyword, use_folded_attention
+from drafter.targets.capabilities import Capabilities, LogitMap, decoder_of, final_norm, probe, refusal
 from drafter.targets.masks import slot_positions, slots_mask
 from drafter.targets.quantized import dense_weight, has_plain_weights
 from drafter.utils.io import first_line
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class TorchRuntime:
-    """Runs a model of transformers; its attributes are those of :class:`drafter.runtimes.base.Runtime`.
+    """Runs a model of transformers as a :class:`drafter.runtimes.base.Runtime`, which documents what is not told here.
 
     The model is put in eval mode and frozen.
 
     Attributes:
         model: the module.
+        decoder: the model without its output matrix.
         capabilities: what probes found out about the model.
 
     Args:
@@ -57,10 +58,10 @@ class TorchRuntime:
         self.model: Any = model.eval().requires_grad_(False)
         self.capabilities = capabilities or probe(model, target_name)
         self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
-        self._parts: type[Parts] | None = None
-        self._cache_type = SlotCache
+        self._has_two_parts, self._cache_type = False, SlotCache
         self._compiled: set[Any] = set()  # forms of attention and layers of contexts
-        self._cache_keyword = cache_keyword(self.capabilities.decoder)
+        self.decoder = decoder_of(model)
+        self._cache_keyword = cache_keyword(self.decoder)
         output: Any = model.get_output_embeddings()
         self.vocab_size, self.hidden_size = output.weight.shape
         self.num_parameters = sum(weight.numel() for weight in model.parameters())
@@ -69,16 +70,14 @@ class TorchRuntime:
 
     @property
     def traits(self) -> Traits:
-        """Facts about the model."""
         is_plain = has_plain_weights(self.model)
-        is_uniform = not self._layer_devices and isinstance(self.capabilities.cache_shape, CacheShape)
+        is_uniform = not self._layer_devices and self.capabilities.cache_shape.is_uniform
         output: Any = self.model.get_output_embeddings()
         return Traits(
             number_format=str(self.dtype).removeprefix("torch."),
             is_compilable=self.device.type == "cuda" and is_uniform and is_plain,
             is_uniform=is_uniform and is_plain,
             is_trainable=not self._is_packed,
-            is_sharded=self._is_sharded,
             has_plain_logits=isinstance(output, nn.Linear)
             and output.bias is None
             and self.capabilities.logit_map == LogitMap(),
@@ -94,30 +93,24 @@ class TorchRuntime:
 
     @cached_property
     def embedding_weight_VD(self) -> Tensor:
-        """Input embeddings as plain numbers, [V, D]."""
         return dense_weight(self.model.get_input_embeddings())
 
     @cached_property
     def output_weight_VD(self) -> Tensor:
-        """The output matrix as plain numbers, [V, D]."""
         return dense_weight(self.model.get_output_embeddings())
 
     def output_rows(self, token_X: Tensor) -> Tensor:
-        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
         return self.output_weight_VD[token_X.to(self.output_weight_VD.device)]
 
     @property
     def device(self) -> torch.device:
-        """Device of the input embeddings, where token ids go."""
         return self.embedding_weight_VD.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating point type of the weights."""
         return self.embedding_weight_VD.dtype
 
     def embed(self, token: Tensor) -> Tensor:
-        """Input embeddings as the first layer gets them: int64 [...] -> [..., D]."""
         return self.model.get_input_embeddings()(token)
 
     def prepare_decoding(self) -> None:
@@ -131,70 +124,54 @@ class TorchRuntime:
         """Compile the layers for the forwards over caches that are made from now on
         (:func:`drafter.runtimes.compiled.compile_layers`). The model stays so.
         """
-        form = self._parts, tuple(context_layers)
+        form = self._has_two_parts, tuple(context_layers)
         if form not in self._compiled:
             from drafter.runtimes.compiled import compile_layers
 
             self._compiled.add(form)
             self._cache_type = compile_layers(self, context_layers)
 
-    def use_attention(self, kind: type[Parts] | None) -> None:
-        """Compute the attention of trees in two parts (:mod:`drafter.runtimes.two_parts`), or under one mask (None).
+    def use_two_parts(self, *, is_on: bool = True) -> None:
+        """Compute the attention of trees in two parts (:mod:`drafter.runtimes.two_parts`), or under one mask.
 
         Raises:
             ValueError: this model or device cannot; the mask stays.
         """
-        self._parts = None
-        if kind is None:
+        self._has_two_parts = False
+        if not is_on:
             return
-        shape, seen = self.capabilities.cache_shape, []
-        if not isinstance(shape, CacheShape) or shape.key_dim != shape.value_dim or self.capabilities.windows.shortest:
+        shape = self.capabilities.cache_shape
+        if self.capabilities.windows or not shape.is_uniform or shape.layers[0].key_dim != shape.layers[0].value_dim:
             raise ValueError("attention in two parts needs layers of one shape, without windows")
         use_folded_attention(self.model)
-
-        class Seen(kind):  # type: ignore[valid-type, misc]
-            def tree(self, *args: Any) -> Any:
-                seen.append(True)
-                return super().tree(*args)
-
         try:
-            self._parts = Seen
+            self._has_two_parts = True
             _check_tree_forward(self, "in two parts")
         except ValueError as error:
+            self._has_two_parts = False
             raise ValueError(f"attention in two parts does not run here: {error}") from error
-        finally:
-            self._parts = None
-        if not seen:
-            raise ValueError("the layers of this model do not hand on what attention in two parts needs")
-        self._parts = kind
 
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
-        """An empty cache."""
         device = self._layer_devices or self.device
         return self._cache_type(self.capabilities.cache_shape, num_rows, num_slots, dtype=self.dtype, device=device)
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
-        """Bytes of a cache."""
         return self.capabilities.cache_shape.num_bytes(num_rows, num_slots, self.dtype)
 
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: SlotCache | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """See :meth:`drafter.runtimes.base.Runtime.forward`."""
-        mask = position_BT = None
         extra: dict[str, Any] = {}
         if slots is not None and cache is not None:
             cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
-            mask, position_BT = slots_mask(slots), slots.position_BT
-            if self._parts is not None and slots.ancestor_BTT is not None:
-                shape: Any = self.capabilities.cache_shape
-                num_groups = shape.num_heads
+            if self._has_two_parts and slots.ancestor_BTT is not None:
+                num_groups = self.capabilities.cache_shape.layers[0].num_heads
                 heads = self.model.config.get_text_config(decoder=True).num_attention_heads
-                extra = {"parts": TwoParts.of(self._parts, slots, cache, num_groups, heads // num_groups)}
-        output = self.capabilities.decoder(
+                extra = {"parts": TwoParts.of(slots, cache, num_groups, heads // num_groups, self.dtype)}
+        output: Any = self.decoder(
             input_ids=token_BT,
-            attention_mask=self._own_masks(mask, position_BT, cache),
-            position_ids=position_BT,
+            attention_mask=None if slots is None else self._masks(slots),
+            position_ids=None if slots is None else slots.position_BT,
             **{self._cache_keyword: NothingKept() if cache is None else cache},
             use_cache=cache is not None,
             output_hidden_states=bool(context_layers),
@@ -202,6 +179,8 @@ class TorchRuntime:
             **extra,
         )
         if cache is not None:
+            if extra and cache.written is not None:
+                raise ValueError("the layers of this model do not hand on what attention in two parts needs")
             cache.written = None
         hidden_BTD = output.last_hidden_state
         if not context_layers:
@@ -210,7 +189,6 @@ class TorchRuntime:
         return TargetOutput(hidden_BTD, torch.cat(states, dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output logits [..., V] of final hidden states [..., D]."""
         return self.capabilities.logit_map(self.model.get_output_embeddings()(hidden))
 
     def final_norm(self, target_name: str) -> nn.Module:
@@ -222,34 +200,23 @@ class TorchRuntime:
             )
         return final_norm(self.model, target_name)
 
-    def _own_masks(
-        self, mask: Tensor | None, position_BT: Tensor | None, cache: SlotCache | None
-    ) -> Tensor | dict[str, Tensor] | None:
-        """The mask of every kind of layer, as the model's forward takes them."""
-        shortest = self.capabilities.windows.shortest
-        if mask is None or shortest is None or mask.shape[-1] <= shortest:  # no visible slot lies outside a window
-            return self._own_mask(mask)
-        assert cache is not None and position_BT is not None, "a windowed layer needs positions"
-        own = {kind: self._own_mask(seen) for kind, seen in self._visible(mask, position_BT, cache).items()}
-        return own if self.capabilities.windows.is_mapped else next(iter(own.values()))
+    def _masks(self, slots: Slots) -> Tensor | dict[str, Tensor]:
+        """The mask of all layers, or of every kind of layer, as the model's forward takes them."""
+        mask, windows = slots_mask(slots), self.capabilities.windows
+        sizes = [window.size for window in windows.values() if window is not None]
+        if not sizes or slots.num_visible <= min(sizes):  # no visible slot lies outside a window
+            own = dict.fromkeys(windows or ("",), self._own_form(mask))
+        else:
+            position_BS = slot_positions(slots)
+            own = {
+                kind: self._own_form(mask if window is None else mask & window.mask(slots.position_BT, position_BS))
+                for kind, window in windows.items()
+            }
+        return own if len(own) > 1 else next(iter(own.values()))
 
-    def _visible(self, mask: Tensor, position_BT: Tensor, cache: SlotCache) -> dict[str, Tensor]:
-        """What each kind of layer sees: bool [B, 1, T, S] for each kind with a mask of its own, or for all layers."""
-        windows = self.capabilities.windows
-        if windows.shortest is None:
-            return {"": mask}
-        if mask.shape[-1] <= windows.shortest:
-            return dict.fromkeys(windows.by_kind if windows.is_mapped else ("",), mask)
-        key_position_BS = slot_positions(cache.planned_slots, position_BT, mask.shape[-1])
-        return {
-            kind: mask if window is None else mask & window.mask(position_BT, key_position_BS)
-            for kind, window in windows.by_kind.items()
-        }
-
-    def _own_mask(self, mask: Any) -> Any:
+    def _own_form(self, mask: Tensor) -> Tensor:
         """The mask as the model's attention reads a ready 4-D mask: eager attention adds it to the scores."""
-        kernel = self.model.config._attn_implementation
-        if mask is None or kernel == "sdpa":
+        if self.model.config._attn_implementation == "sdpa":
             return mask
         # Folded attention can add it as well: once, where SDPA would make a sum out of a bool mask in every layer.
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)

@@ -3,13 +3,12 @@
 Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots; in
 :func:`folded_attention` N queries · H query heads · G key/value heads · R heads of a group.
 
-A Hugging Face model writes through :meth:`SlotCache.update` without knowing any of this: before the forward the caller
-says with :meth:`SlotCache.plan` which rows run, into which slots their tokens go, and how many slots are visible.
+A Hugging Face model writes through :meth:`SlotCache.update`; before the forward the caller says with
+:meth:`SlotCache.plan` which rows run, into which slots their tokens go, and how many slots are visible.
 
 transformers' own SDPA attention copies the keys and values of every layer once for each query head of a group when
 several tokens come with a mask. :func:`folded_attention` reads the slots where they are: the heads of a group become
-further queries of one head. The function is registered as an attention implementation of transformers, by the library's
-own interface; the model's code stays as it is.
+further queries of one head.
 """
 
 import inspect
@@ -22,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, StaticLayer
 
-from drafter.kernels.slot_ops import move_slots, write_slots
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -31,40 +28,37 @@ FOLDED_ATTENTION = "drafter_sdpa"
 OPAQUE_ATTENTION = "drafter_sdpa_opaque"  # the same, which a compiler leaves alone
 
 
-class CacheShape(NamedTuple):
-    """What a target's attention stores for one token: found by a probe, not read from a configuration."""
+class LayerShape(NamedTuple):
+    """What the attention of one layer stores for a token."""
 
-    num_layers: int
     num_heads: int
     key_dim: int
     value_dim: int
 
+
+class CacheShape(NamedTuple):
+    """What a target's attention stores for a token: found by a probe, not read from a configuration."""
+
+    layers: tuple[LayerShape, ...]
+
     @property
-    def layers(self) -> "tuple[CacheShape, ...]":
-        """The shape of every layer."""
-        return (self._replace(num_layers=1),) * self.num_layers
+    def is_uniform(self) -> bool:
+        """Whether all layers have one shape."""
+        return len(set(self.layers)) == 1
 
     def num_bytes(self, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
         """Bytes of a cache of ``num_rows`` rows and ``num_slots`` usable slots (each row gets a spare one)."""
-        per_slot = self.num_layers * self.num_heads * (self.key_dim + self.value_dim) * dtype.itemsize
-        return per_slot * num_rows * (num_slots + 1)
-
-
-class MixedShape(NamedTuple):
-    """What a token stores where layers differ: the shape of every layer."""
-
-    layers: tuple[CacheShape, ...]
-
-    def num_bytes(self, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
-        """Bytes, as of :class:`CacheShape`."""
-        return sum(layer.num_bytes(num_rows, num_slots, dtype) for layer in self.layers)
+        per_slot = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return per_slot * num_rows * (num_slots + 1) * dtype.itemsize
 
 
 class _Store:
     """Keys and values [layers, B, H, S + 1, K] of all layers of one shape on one device."""
 
-    def __init__(self, shape: CacheShape, num_rows: int, num_slots: int, dtype: torch.dtype, device: Any) -> None:
-        lead = (shape.num_layers, num_rows, shape.num_heads, num_slots + 1)
+    def __init__(
+        self, shape: LayerShape, num_layers: int, num_rows: int, num_slots: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        lead = (num_layers, num_rows, shape.num_heads, num_slots + 1)
         # Zeros, not empty: a slot that no one has written is masked, but 0 * NaN would still be NaN.
         with torch.inference_mode(False):  # code is compiled for tensors of one kind
             self.keys = torch.zeros(*lead, shape.key_dim, dtype=dtype, device=device)
@@ -92,18 +86,15 @@ class SlotCache(Cache):
         device: where; or the device of every layer.
 
     Attributes:
-        num_rows: B.
-        num_slots: S.
         spare_slot: index of the slot that takes the writes of padding; never visible.
         rows: that take part in the next forward, a slice.
         window: slots that attention looks at in the next forward.
-        planned_slots: of every token of the next forward, int64 [B, T].
-        written: keys and values [B, H, T, K] that the layer of a forward wrote which runs; None between forwards.
+        written: keys and values [B, H, T, K] that the running layer wrote; None once attention in two parts read them.
     """
 
     def __init__(
         self,
-        shape: CacheShape | MixedShape,
+        shape: CacheShape,
         num_rows: int,
         num_slots: int,
         *,
@@ -116,27 +107,14 @@ class SlotCache(Cache):
         places = [device] * len(layers) if isinstance(device, torch.device | str) else list(device)
         kinds = list(zip(layers, places, strict=True))
         self._stores = {
-            kind: _Store(kind[0]._replace(num_layers=number), num_rows, num_slots, dtype, kind[1])
+            kind: _Store(kind[0], number, num_rows, num_slots, dtype, kind[1])
             for kind, number in Counter(kinds).items()
         }
         # Of each layer: its store, and its number there.
         self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
         self.rows = slice(0, num_rows)
         self.window = num_slots
-        self.planned_slots = torch.zeros(0, 0, dtype=torch.int64)
         self.written: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def keys(self) -> Tensor:
-        """Keys of all layers [layers, B, H, S + 1, K], where one store holds them."""
-        (store,) = self._stores.values()
-        return store.keys
-
-    @property
-    def values(self) -> Tensor:
-        """Values of all layers, as :attr:`keys`."""
-        (store,) = self._stores.values()
-        return store.values
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
         """Say where the next forward writes and what it sees.
@@ -149,7 +127,6 @@ class SlotCache(Cache):
         num_rows = slot_BT.shape[0]
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)
         self.rows = slice(first_row, first_row + num_rows)
-        self.planned_slots = slot_BT
         for store in self._stores.values():
             store.slot_BT = slot_BT.to(store.keys.device)
         self.window = self.num_slots if num_visible is None else num_visible
@@ -167,13 +144,14 @@ class SlotCache(Cache):
             The visible keys and values of the rows that run, [B, H, S, K]; views.
         """
         self.written = key_states, value_states
-        store, layer = self._places[layer_idx]
-        row_B1 = store.row_B1[self.rows]
-        write_slots(store.keys, store.values, layer, row_B1, store.slot_BT, key_states, value_states)
-        return (
-            store.keys[layer, self.rows, :, : self.window],
-            store.values[layer, self.rows, :, : self.window],
-        )
+        row_B1, slot_BT = self._places[layer_idx][0].row_B1[self.rows], self._places[layer_idx][0].slot_BT
+        keys, values = self.layer(layer_idx)
+        for kept, new in ((keys, key_states), (values, value_states)):
+            # A masked slot has weight 0 in attention, and 0 * NaN is NaN: an overflow at a drafted token, or in an
+            # earlier request, must not reach other tokens.
+            # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
+            kept[row_B1, :, slot_BT] = new.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+        return keys[self.rows, :, : self.window], values[self.rows, :, : self.window]
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer: all rows and slots, the spare ones included [B, H, S + 1, K]."""
@@ -187,9 +165,11 @@ class SlotCache(Cache):
         itself, or from and to the spare slot.
         """
         for store in self._stores.values():
-            device = store.keys.device
-            row_B1 = store.row_B1[: source_BL.shape[0]]
-            move_slots(store.keys, store.values, row_B1, source_BL.to(device), destination_BL.to(device))
+            device, row_B1 = store.keys.device, store.row_B1[: len(source_BL)]
+            from_BL, to_BL = source_BL.to(device), destination_BL.to(device)
+            for kept in (store.keys, store.values):
+                # The heads' slice stands between the two index tensors, so they lead: [B, L, layers, H, K].
+                kept[:, row_B1, :, to_BL] = kept[:, row_B1, :, from_BL]
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row over another row's (rows close up, a shared prefix)."""
@@ -203,8 +183,10 @@ class SlotCache(Cache):
 
 
 class NothingKept(Cache):
-    """The cache of a forward that keeps nothing. Without any cache, transformers asks the device whether positions are
-    of one text each, and the host waits for the answer."""
+    """The cache of a forward that keeps nothing.
+
+    Without any cache, transformers asks the device whether positions are of one text each, and the host waits.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -222,17 +204,20 @@ class NothingKept(Cache):
         return query_length, 0
 
 
-def use_folded_attention(model: "PreTrainedModel") -> bool:
-    """Switch a model that runs with SDPA over to :func:`folded_attention`; whether it runs with that now."""
-    if model.config._attn_implementation != "sdpa":
-        return bool(model.config._attn_implementation == FOLDED_ATTENTION)
+def use_folded_attention(model: "PreTrainedModel") -> None:
+    """Switch a model that runs with SDPA over to :func:`folded_attention`."""
+    if model.config._attn_implementation == "sdpa":
+        set_attention(model, FOLDED_ATTENTION, folded_attention)
+
+
+def set_attention(model: "PreTrainedModel", name: str, function: Any) -> None:
+    """Let a model compute attention by a function, which transformers knows by the name from now on."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(FOLDED_ATTENTION, folded_attention)
-    AttentionMaskInterface.register(FOLDED_ATTENTION, sdpa_mask)
-    model.set_attn_implementation(FOLDED_ATTENTION)
-    return True
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
 
 
 def folded_attention(

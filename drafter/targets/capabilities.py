@@ -4,13 +4,12 @@ Shapes: B rows · T tokens · V vocabulary · D hidden size.
 """
 
 import copy
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, CacheShape, MixedShape, cache_keyword
+from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, CacheShape, LayerShape, cache_keyword
 from drafter.targets.masks import Window
 
 if TYPE_CHECKING:
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Attention implementations that take any mask as a tensor.
 _MASKABLE = ("sdpa", "eager", FOLDED_ATTENTION, OPAQUE_ATTENTION)
+
+
+Windows = dict[str, Window | None]
 
 
 class LogitMap(NamedTuple):
@@ -43,20 +45,14 @@ class Capabilities(NamedTuple):
     """What probes found out about a model.
 
     Attributes:
-        decoder: the model without its output matrix.
-        windows: of the attention layers.
+        windows: of the attention layers (:func:`layer_windows`).
         cache_shape: what one token's keys and values take.
         logit_map: what the model does to the products of its output matrix.
     """
 
-    decoder: "PreTrainedModel"
-    windows: "LayerWindows"
-    cache_shape: CacheShape | MixedShape
+    windows: Windows
+    cache_shape: CacheShape
     logit_map: LogitMap
-
-
-# Asks a model what it can do, and compares a small tree with its paths.
-Probe = Callable[["PreTrainedModel"], Capabilities]
 
 
 def probe(model: "PreTrainedModel", name: str) -> Capabilities:
@@ -87,7 +83,7 @@ def probe(model: "PreTrainedModel", name: str) -> Capabilities:
         raise refusal(name, f"has layers of kind {what}, whose state cannot branch into a tree or be rolled back")
     if "local" in (getattr(text, "attention_layers", None) or ()):
         raise refusal(name, "has local attention layers that count their window from the end of the cache")
-    return Capabilities(decoder_of(model), layer_windows(model, name), _probe_cache_shape(model, name), logit_map)
+    return Capabilities(layer_windows(model, name), _probe_cache_shape(model, name), logit_map)
 
 
 def refusal(name: str, reason: str) -> ValueError:
@@ -102,6 +98,15 @@ def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":
     # Llama 4 names a base that it does not have, and then says that it is its own decoder.
     found: tuple[Any, ...] = (model.base_model, model.get_decoder(), getattr(model, "model", model))
     return next((decoder for decoder in found if decoder is not model), model)
+
+
+def layers_of(model: "PreTrainedModel", name: str) -> nn.ModuleList:
+    """The decoder layers; ValueError where there is no list of them."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in decoder_of(model).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"target {name!r} has no list of {count} layers that could be shared")
 
 
 @torch.no_grad()
@@ -119,25 +124,10 @@ def _tokens_for(model: Any) -> Tensor:
     return torch.arange(1, 4, device=embedding_VD.device)[None] % len(embedding_VD)
 
 
-class LayerWindows(NamedTuple):
-    """Which windows the attention layers of a model have.
+def layer_windows(model: "PreTrainedModel", name: str) -> Windows:
+    """The window of each kind of attention layer by its configuration, None for layers that see everything.
 
-    Attributes:
-        by_kind: the window of each kind of layer, None for layers that see everything; empty where nothing is windowed.
-        is_mapped: the model takes one mask for each kind of layer. Otherwise all layers share one kind and one mask.
-    """
-
-    by_kind: dict[str, Window | None]
-    is_mapped: bool
-
-    @property
-    def shortest(self) -> int | None:
-        """Tokens of the shortest window; None where nothing is windowed."""
-        return min((window.size for window in self.by_kind.values() if window is not None), default=None)
-
-
-def layer_windows(model: "PreTrainedModel", name: str) -> LayerWindows:
-    """Windows of the model's attention layers, from its configuration and what its forward accepts.
+    Empty where nothing is windowed. A forward takes one mask for each kind where there are several kinds.
 
     Raises:
         ValueError: the model's attention ignores the window of its configuration.
@@ -157,10 +147,8 @@ def layer_windows(model: "PreTrainedModel", name: str) -> LayerWindows:
                 "cache applies and the model's attention does not: longer texts have no definite continuation"
             )
         kinds = ["sliding_attention" if "sliding_attention" in sizes else "full_attention"]
-    by_kind = {kind: sizes.get(kind) for kind in dict.fromkeys(kinds)}
-    if not any(by_kind.values()):
-        return LayerWindows({}, is_mapped=False)
-    return LayerWindows(by_kind, is_mapped=_takes_masks_by_kind(model, by_kind))
+    windows = {kind: sizes.get(kind) for kind in dict.fromkeys(kinds)}
+    return windows if any(windows.values()) else {}
 
 
 def _slides(model: "PreTrainedModel") -> bool:
@@ -174,18 +162,7 @@ def _slides(model: "PreTrainedModel") -> bool:
         config.sliding_window = window
 
 
-def _takes_masks_by_kind(model: "PreTrainedModel", kinds: Iterable[str]) -> bool:
-    """Whether a forward takes a mapping of masks: models with layers of one kind only take a tensor and raise."""
-    weight: Any = model.get_input_embeddings().weight
-    mask = torch.zeros(1, 1, 3, 3, dtype=weight.dtype, device=weight.device)
-    try:
-        _final_hidden(model, attention_mask=dict.fromkeys(kinds, mask))
-    except Exception:  # of any type: the model's own code meets a mapping
-        return False
-    return True
-
-
-def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape | MixedShape:
+def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape:
     """Run three tokens with the library's own cache and look at what each layer stores.
 
     Raises:
@@ -200,10 +177,10 @@ def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape | Mixe
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 3 or values.shape[2] != 3:
             raise refusal(name, "keeps a state other than keys and values per token")
-        shapes.append(CacheShape(1, keys.shape[1], keys.shape[3], values.shape[3]))
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
         raise refusal(name, "keeps no keys and values in the library's cache")
-    return MixedShape(tuple(shapes)) if len(set(shapes)) > 1 else shapes[0]._replace(num_layers=len(shapes))
+    return CacheShape(tuple(shapes))
 
 
 @torch.no_grad()

@@ -5,15 +5,16 @@ waits in main memory or on disk comes to the main device for each forward.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from drafter.targets.sharding import layers_of
+from drafter.targets.capabilities import layers_of
 from drafter.utils.parse import read_yaml
 
 if TYPE_CHECKING:
@@ -41,16 +42,18 @@ def load_mapped(
         ValueError: a file that is no map of this model, or takes the main device's modules elsewhere.
     """
     from accelerate.utils import get_max_memory
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it says that the map was followed
-    spread: Any = _read(device_map) if device_map != "auto" else None
-    if spread is None:
-        config = AutoConfig.from_pretrained(place, **shared)
+    if device_map != "auto":
+        spread = _read(device_map)
+    else:
+        config = transformers.AutoConfig.from_pretrained(place, **shared)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=shared["trust_remote_code"])
+            skeleton = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=shared["trust_remote_code"]
+            )
         spread = spread_out(skeleton, dtype, main, get_max_memory())
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         place, dtype=dtype, use_safetensors=True, attn_implementation="sdpa", device_map=spread, **shared
     )
     found = {layer.weight.device for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
@@ -75,13 +78,16 @@ def spread_out(
     layers = layers_of(skeleton, skeleton.config.model_type)
     path = next(name for name, module in skeleton.named_modules() if module is layers)
     first: int | str = "cpu" if main.type == "cpu" else main.index or 0
-    spread: DeviceMap = dict.fromkeys(_others(skeleton, layers), first)
+    spread: DeviceMap = {}
+    *parents, own = path.split(".")
+    for depth, name in enumerate((*parents, own)):  # modules beside the layers, and beside what holds the layers
+        beside = dict(skeleton.get_submodule(".".join(parents[:depth])).named_children()).keys() - {name}
+        spread |= {".".join((*parents[:depth], other)): first for other in beside}
+    sizes = [sum(weight.numel() for weight in layer.parameters()) * dtype.itemsize for layer in layers]
     room = {place: int(_SHARE * num_bytes) for place, num_bytes in free.items()}
-    held = {id(weight) for layer in layers for weight in layer.parameters()}
-    room[first] -= sum(weight.numel() for weight in skeleton.parameters() if id(weight) not in held) * dtype.itemsize
+    room[first] -= sum(weight.numel() for weight in skeleton.parameters()) * dtype.itemsize - sum(sizes)
     order = [first, *(place for place in room if place not in (first, "cpu")), "cpu"] if first != "cpu" else ["cpu"]
-    for index, layer in enumerate(layers):
-        num_bytes = sum(weight.numel() for weight in layer.parameters()) * dtype.itemsize
+    for index, num_bytes in enumerate(sizes):
         while order and room[order[0]] < num_bytes:
             order.pop(0)  # later layers do not come back: a forward passes each device once
         if order:
@@ -94,11 +100,9 @@ def layer_devices(model: "PreTrainedModel", name: str) -> list[torch.device]:
     """Where each decoder layer computes, and so where its keys and values are."""
     found = []
     for layer in layers_of(model, name):
-        hook: Any = getattr(layer, "_hf_hook", None)
+        hook = getattr(layer, "_hf_hook", None)  # of accelerate
         device = getattr(hook, "execution_device", None)
-        if device is None:
-            device = next(layer.parameters()).device
-        found.append(torch.device(device))
+        found.append(torch.device(next(layer.parameters()).device if device is None else device))
     return found
 
 
@@ -131,17 +135,6 @@ def copy_once(model: "PreTrainedModel", name: str, devices: Sequence[torch.devic
     for layer, device in zip(layers, devices, strict=True):
         layer.register_forward_pre_hook(partial(bring, device), with_kwargs=True)
     layers[0].register_forward_pre_hook(lambda *_: copies.clear(), prepend=True)  # a forward begins
-
-
-def _others(module: nn.Module, layers: nn.ModuleList, prefix: str = "") -> Iterator[str]:
-    """Names of the largest modules without layers in them."""
-    for name, child in module.named_children():
-        if child is layers:
-            continue
-        if any(part is layers for part in child.modules()):
-            yield from _others(child, layers, f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def _read(file: str) -> DeviceMap:

@@ -2,10 +2,10 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
-
-
-class Checkpoint(NamedTuple):
-    """What was read.
-
-    Attributes:
-        model: on its devices.
-        tokenizer: None where the folder has none.
-        scheme: how the checkpoint's weights were quantised; empty for plain weights.
-    """
-
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase | None"
-    scheme: str
 
 
 def resolve_device(device: str) -> torch.device:
@@ -60,11 +46,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn ``float32``, ``bfloat16``, ``float16`` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
+    """Turn one of :data:`DTYPES` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is unknown: use auto, stored, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -84,18 +68,15 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     return sorted(file for end in _DECIDING for file in folder.glob(end))
 
 
-def read_tokenizer(place: Path | str, kind: str = "AutoTokenizer", **shared: Any) -> "PreTrainedTokenizerBase | None":
+def read_tokenizer(place: Path | str, **shared: Any) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model.
 
-    Args:
-        place: folder or hub id.
-        kind: class of transformers; AutoTokenizer finds the class, and imports a part of the model's code for that.
-        **shared: revision and trust_remote_code.
+    ``shared``: revision and trust_remote_code.
     """
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if isinstance(place, Path) and not any((place / name).exists() for name in names):
         return None
-    found: PreTrainedTokenizerBase = getattr(transformers, kind).from_pretrained(place, **shared)
+    found: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(place, **shared)
     return found
 
 
@@ -108,8 +89,10 @@ def read_checkpoint(
     device_map: str | None,
     quantization: str,
     **shared: Any,
-) -> Checkpoint:
-    """Read model and tokenizer of a target.
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None, str]":
+    """Model (on its devices), tokenizer (None where the folder has none) and scheme of a target.
+
+    The scheme says how the checkpoint's weights were quantised; empty for plain weights.
 
     Args:
         name: alias, hub id, folder or .gguf file.
@@ -126,7 +109,6 @@ def read_checkpoint(
     try:
         _check_layers(checkpoint_files(place, shared.get("revision")))
         scheme, arguments = reading_of(place, shared)
-        given = shared | arguments
         if scheme and (device_map is not None or quantization != "none"):
             flag = "--device-map" if quantization == "none" else f"--quantization {quantization}"
             raise ValueError(
@@ -135,9 +117,9 @@ def read_checkpoint(
         if device_map is not None:
             model: Any = load_mapped(place, dtype, shared, device_map, device)
         elif num_shards > 1:
-            model = load_sharded(lambda: _load_model(place, dtype, given), num_shards, device, name)
+            model = load_sharded(lambda: _load_model(place, dtype, shared | arguments), num_shards, device, name)
         else:
-            model = _load_model(place, dtype, given)
+            model = _load_model(place, dtype, shared | arguments)
         tokenizer = read_tokenizer(place, **shared)
     except Exception as error:
         # Transformers reads the folder: damaged files raise errors of any type there.
@@ -149,7 +131,7 @@ def read_checkpoint(
     if device_map is None:
         # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
-    return Checkpoint(model, tokenizer, scheme)
+    return model, tokenizer, scheme
 
 
 def _check_layers(files: Sequence[Path]) -> None:
@@ -175,33 +157,24 @@ def _check_layers(files: Sequence[Path]) -> None:
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
-    """The model of a checkpoint with its weights."""
+    """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
 
-    def read(kind: Any, attention: str) -> Any:
+    SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
+    """
+    errors = []
+    kinds: tuple[Any, ...] = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    for kind, attention in product(kinds, ("sdpa", "eager")):
         arguments = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": True, **shared}
-        model, report = kind.from_pretrained(place, output_loading_info=True, **arguments)
+        try:
+            model, report = kind.from_pretrained(place, output_loading_info=True, **arguments)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error) and "attn_implementation" not in str(error):
+                raise
+            errors.append(error)
+            continue
         if missing := sorted(report["missing_keys"]):  # which would stay random
             raise ValueError(
                 f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}"
             )
         return model
-
-    return _made(read)
-
-
-def _made(make: Callable[[Any, str], Any]) -> Any:
-    """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
-
-    SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    errors = []
-    for kind, attention in product((AutoModelForCausalLM, AutoModelForImageTextToText), ("sdpa", "eager")):
-        try:
-            return make(kind, attention)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error) and "attn_implementation" not in str(error):
-                raise
-            errors.append(error)
     raise errors[0]

@@ -1,7 +1,7 @@
 """Attention masks for tokens that lie in a slot cache: which slots may each new token see?
 
-Shapes: B rows · T new tokens of a chunk · N tree nodes (root included) · S visible cache slots.
-All masks are boolean, True = may be seen, and shaped [B, 1, T or N, S] as ``attention_mask`` of a Hugging Face model.
+Shapes: B rows · T tokens of one forward · N tree nodes (root included) · S visible cache slots.
+All masks are boolean, True = may be seen, and shaped [B, 1, T, S] as ``attention_mask`` of a Hugging Face model.
 """
 
 from typing import Literal, NamedTuple
@@ -47,72 +47,39 @@ class Window(NamedTuple):
         return inside_BTS[:, None]
 
 
-def slot_positions(slot_BT: Tensor, position_BT: Tensor, num_slots: int) -> Tensor:
-    """Position of the token in each visible slot: its slot for a committed token, ``position_BT`` for a new one.
+def slot_positions(slots: Slots) -> Tensor:
+    """Position of the token in each visible slot, int64 [B, S]: its slot for a committed token, its own for a new one.
 
-    A tree node's slot says nothing of its depth. For nodes in slots [2, 3, 4] at positions [2, 3, 3] and five slots
-    the result is [0, 1, 2, 3, 3].
-
-    Args:
-        slot_BT: slot of every new token, int64 [B, T]; slots that are not visible are left out.
-        position_BT: its position, int64 [B, T].
-        num_slots: S, the visible slots.
-
-    Returns:
-        int64 [B, S].
+    A tree node's slot says nothing of its depth. For nodes in slots [2, 3, 4] at positions [2, 3, 3] and five visible
+    slots the result is [0, 1, 2, 3, 3].
     """
-    slot_S = torch.arange(num_slots + 1, device=slot_BT.device)
-    position_BS = slot_S.repeat(slot_BT.shape[0], 1).scatter_(1, slot_BT.clamp(max=num_slots), position_BT)
-    return position_BS[:, :num_slots]
+    slot_S = torch.arange(slots.num_visible + 1, device=slots.slot_BT.device)  # the last for all slots that nobody sees
+    slot_BT = slots.slot_BT.clamp(max=slots.num_visible)
+    return slot_S.repeat(len(slot_BT), 1).scatter_(1, slot_BT, slots.position_BT)[:, : slots.num_visible]
 
 
 def slots_mask(slots: Slots) -> Tensor:
-    """What the tokens of a forward see, bool [B, 1, T, S]: :func:`causal_mask` or :func:`tree_mask`."""
-    if slots.ancestor_BTT is None:
-        return causal_mask(slots.position_BT, slots.num_visible)
-    # The root's position is its row's length, in rows whose writes go to the spare slot as well.
-    return tree_mask(slots.position_BT[:, 0], slots.ancestor_BTT, slots.num_visible)
+    """What the tokens of a forward see, bool [B, 1, T, S].
 
-
-def causal_mask(position_BT: Tensor, num_slots: int) -> Tensor:
-    """Mask of tokens whose slots are their positions: each sees the slots up to its own.
-
-    For positions [1, 2] and four slots::
+    Without ancestors each token sees the slots up to its own. For positions [1, 2] and four slots::
 
         [[1, 1, 0, 0],
          [1, 1, 1, 0]]
 
-    Args:
-        position_BT: int64 [B, T].
-        num_slots: S, the visible slots.
-
-    Returns:
-        bool [B, 1, T, S].
-    """
-    slot_S = torch.arange(num_slots, device=position_BT.device)
-    return (slot_S <= position_BT[:, :, None])[:, None]
-
-
-def tree_mask(length_B: Tensor, ancestor_BNN: Tensor, num_slots: int) -> Tensor:
-    """Mask of N tree nodes that go to the slots length .. length + N - 1: the committed prefix and a node's ancestors.
-
-    For length = [1], a root with two children (``ancestor = [[1,0,0],[1,1,0],[1,0,1]]``) and five slots::
+    A tree node sees the committed prefix, its ancestors and itself. For a root at position 1 with two children
+    (``ancestor = [[1,0,0],[1,1,0],[1,0,1]]``) and five slots::
 
         [[1, 1, 0, 0, 0],
          [1, 1, 1, 0, 0],
          [1, 1, 0, 1, 0]]
-
-    Args:
-        length_B: committed slots of each row, int64 [B].
-        ancestor_BNN: bool [B, N, N]; [b, i, j] is True where j is i or an ancestor of i.
-        num_slots: S, the visible slots.
-
-    Returns:
-        bool [B, 1, N, S].
     """
-    num_nodes = ancestor_BNN.shape[-1]
-    relative_BS = torch.arange(num_slots, device=length_B.device) - length_B[:, None]
-    node_BNS = relative_BS.clamp(0, num_nodes - 1)[:, None, :].expand(-1, num_nodes, -1)
-    is_tree_BS = (relative_BS >= 0) & (relative_BS < num_nodes)
-    seen_BNS = ancestor_BNN.gather(2, node_BNS) & is_tree_BS[:, None, :]
-    return (seen_BNS | (relative_BS < 0)[:, None, :])[:, None]
+    slot_S = torch.arange(slots.num_visible, device=slots.position_BT.device)
+    if slots.ancestor_BTT is None:
+        return (slot_S <= slots.position_BT[:, :, None])[:, None]
+    num_nodes = slots.ancestor_BTT.shape[-1]
+    # The root's position is its row's length, in rows whose writes go to the spare slot as well.
+    node_BS = slot_S - slots.position_BT[:, :1]
+    is_tree_BS = (node_BS >= 0) & (node_BS < num_nodes)
+    index_BNS = node_BS.clamp(0, num_nodes - 1)[:, None].expand(-1, num_nodes, -1)
+    seen_BNS = slots.ancestor_BTT.gather(2, index_BNS) & is_tree_BS[:, None]
+    return (seen_BNS | (node_BS < 0)[:, None])[:, None]

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ def reading_of(place: Path | str, shared: dict[str, Any]) -> tuple[str, dict[str
         Letters and digits of the quantisation's name, empty for plain weights; further arguments of
         ``from_pretrained``.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(place, **shared)
+    config = transformers.AutoConfig.from_pretrained(place, **shared)
     text: Any = config.get_text_config(decoder=True)
     settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if not settings:

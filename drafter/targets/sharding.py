@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from drafter.targets.capabilities import decoder_of
+from drafter.targets.capabilities import layers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,12 +55,3 @@ def load_sharded(
         dist.barrier()
     assert model is not None
     return model
-
-
-def layers_of(model: "PreTrainedModel", name: str) -> nn.ModuleList:
-    """The decoder layers; ValueError where there is no list of them."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in decoder_of(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"target {name!r} has no list of {count} layers that could be shared")

@@ -18,9 +18,8 @@ class Slots(NamedTuple):
         slot_BT: cache slot of every token, int64 [B, T]; the spare slot for padding and inactive rows.
         position_BT: absolute positions, int64 [B, T].
         ancestor_BTT: bool [B, T, T]; [b, i, j] is True where j is i or an ancestor of i. Token i sees the committed
-            slots 0 .. slot_BT[b, 0] - 1 and its ancestors' slots. A row whose slots are all the spare one computes
-            something finite that nobody reads. None: causal; a token in slot s stands at position s and sees the slots
-            0 .. s; what padding computes, nobody reads.
+            slots 0 .. slot_BT[b, 0] - 1 and its ancestors' slots. None: causal; a token in slot s stands at position s
+            and sees the slots 0 .. s. What padding and rows of spare slots compute is finite, and nobody reads it.
         first_row: rows first_row .. first_row + B - 1 of the cache take part.
         num_visible: attention looks at the slots 0 .. num_visible - 1; at least the last slot in use + 1, the spare one
             left out. Often rounded up, so that shapes repeat.

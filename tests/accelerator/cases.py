@@ -35,7 +35,6 @@ from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
-from drafter.targets.capabilities import decoder_of
 from drafter.targets.target import Target
 from drafter.training.module import DrafterModule, PairedBatch, Teacher
 from drafter.training.options import DrafterOptions, Objective
@@ -85,8 +84,7 @@ def target_of(kind: str) -> Target:
     """A small target with weights on the device; what it can do is known."""
     on_cpu = _ON_CPU[kind]
     model = refuser.put(lambda: copy.deepcopy(on_cpu.model))
-    capabilities = on_cpu.runtime.capabilities._replace(decoder=decoder_of(model))
-    runtime = TorchRuntime(model, kind, capabilities=capabilities)
+    runtime = TorchRuntime(model, kind, capabilities=on_cpu.runtime.capabilities)
     # The library of quantised weights would ask these tensors, which are of no plain type, for their numbers.
     runtime.embedding_weight_VD = model.get_input_embeddings().weight.detach()
     runtime.output_weight_VD = model.get_output_embeddings().weight.detach()
@@ -250,7 +248,7 @@ def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModu
     target = target_of("llama")
     drafter = drafter_of(target).train().requires_grad_(True)
     options = DrafterOptions(draft_length=drafter.config.draft_length)
-    module = DrafterModule(lambda *_: target, SimpleNamespace(), drafter=options, objective=Objective(**objective))
+    module = DrafterModule(SimpleNamespace(), "llama", drafter=options, objective=Objective(**objective))
     trainer: Any = SimpleNamespace(  # what the module asks Lightning's trainer in a step
         global_step=0,
         log_every_n_steps=log_every_n_steps,

@@ -11,7 +11,7 @@ import math
 import torch
 
 from drafter.runtimes.base import Traits
-from drafter.targets.cache import CacheShape, SlotCache
+from drafter.targets.cache import CacheShape, LayerShape, SlotCache
 from drafter.targets.masks import slots_mask
 from drafter.targets.slots import TargetOutput
 
@@ -29,7 +29,7 @@ class TableTarget:
     device, dtype, eos_token_ids, max_length = torch.device("cpu"), torch.float32, (), 64
     traits = Traits("float32")
     num_layers = 1
-    cache_shape = CacheShape(num_layers=1, num_heads=1, key_dim=1, value_dim=1)  # the token and its position
+    cache_shape = CacheShape((LayerShape(num_heads=1, key_dim=1, value_dim=1),))  # the token and its position
 
     def __init__(self, vocab_size, prompt_length, *, seed=0, sharpness=1.5):
         generator = torch.Generator().manual_seed(seed)

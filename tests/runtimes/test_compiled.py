@@ -8,9 +8,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.runtimes import compiled
-from drafter.runtimes.two_parts import PlainParts
 from tests.engine.drafters import prompts_for, trained_drafter
 from tests.engine.oracle import assert_lossless, tiny_target
+from tests.runtimes.kernels import put_kernels_on_the_cpu
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
@@ -38,7 +38,8 @@ def test_compiled_layers_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
         twin.forward(torch.tensor([[3, 1, 4]]), None, None)
     assert counters["stats"]["unique_graphs"] == num_graphs
     # Another form of attention has code of its own before the first step.
-    twin.runtime.use_attention(PlainParts)
+    put_kernels_on_the_cpu(monkeypatch)
+    twin.runtime.use_two_parts()
     twin.runtime.compile_layers(drafter.config.context_layers)
     num_graphs = counters["stats"]["unique_graphs"]
     assert_lossless(Engine(twin, drafter, plan), asked)

@@ -9,26 +9,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.cache import CacheShape, SlotCache, cache_keyword, folded_attention
+from drafter.targets.cache import CacheShape, LayerShape, SlotCache, cache_keyword, folded_attention
 
-SHAPE = CacheShape(num_layers=3, num_heads=2, key_dim=4, value_dim=5)
-ROWS, SLOTS = 4, 9
+LAYERS, ROWS, SLOTS = 3, 4, 9
+LAYER = LayerShape(num_heads=2, key_dim=4, value_dim=5)
+SHAPE = CacheShape((LAYER,) * LAYERS)
 
 
 def new_cache() -> SlotCache:
     """A cache of random numbers."""
     cache = SlotCache(SHAPE, ROWS, SLOTS, dtype=torch.float32, device="cpu")
     torch.manual_seed(0)
-    for store in (cache.keys, cache.values):
-        store.normal_()
+    for layer in range(LAYERS):
+        for kept in cache.layer(layer):
+            kept.normal_()
     return cache
+
+
+def contents(cache: SlotCache) -> tuple[Tensor, Tensor]:
+    """A copy of the keys and of the values of all layers, [layers, B, H, S + 1, K]."""
+    keys, values = zip(*map(cache.layer, range(LAYERS)), strict=True)
+    return torch.stack(keys), torch.stack(values)
 
 
 def test_what_models_and_the_memory_check_ask() -> None:
     cache = new_cache()
-    assert SHAPE.num_bytes(ROWS, SLOTS, torch.float32) == cache.keys.nbytes + cache.values.nbytes
+    assert SHAPE.num_bytes(ROWS, SLOTS, torch.float32) == sum(kept.nbytes for kept in contents(cache))
     assert SHAPE.num_bytes(ROWS, SLOTS, torch.bfloat16) * 2 == SHAPE.num_bytes(ROWS, SLOTS, torch.float32)
-    assert (cache.get_seq_length(), cache.get_max_length(), len(cache.layers)) == (0, SLOTS, SHAPE.num_layers)
+    assert (cache.get_seq_length(), cache.get_max_length(), len(cache.layers)) == (0, SLOTS, LAYERS)
     cache.plan(torch.zeros(1, 1, dtype=torch.int64), num_visible=4)
     assert cache.get_mask_sizes(1, 0) == (4, 0)
     with pytest.raises(AssertionError):
@@ -38,11 +46,11 @@ def test_what_models_and_the_memory_check_ask() -> None:
 @pytest.mark.parametrize(("first_row", "num_visible"), [(0, None), (2, 6)])
 def test_update_agrees_with_a_loop(first_row: int, num_visible: int | None) -> None:
     cache = new_cache()
-    wanted_keys, wanted_values = cache.keys.clone(), cache.values.clone()
+    wanted_keys, wanted_values = contents(cache)
     slot_BT = torch.tensor([[3, 4, 5], [0, 1, cache.spare_slot]])
     cache.plan(slot_BT, first_row=first_row, num_visible=num_visible)
-    for layer in range(SHAPE.num_layers):
-        keys, values = torch.randn(2, 2, 3, SHAPE.key_dim), torch.randn(2, 2, 3, SHAPE.value_dim)
+    for layer in range(LAYERS):
+        keys, values = torch.randn(2, 2, 3, LAYER.key_dim), torch.randn(2, 2, 3, LAYER.value_dim)
         seen_keys, seen_values = cache.update(keys, values, layer)
         for row in range(2):
             for token, slot in enumerate(slot_BT[row].tolist()):
@@ -51,19 +59,19 @@ def test_update_agrees_with_a_loop(first_row: int, num_visible: int | None) -> N
         window = SLOTS if num_visible is None else num_visible
         assert torch.equal(seen_keys, wanted_keys[layer, first_row : first_row + 2, :, :window])
         assert torch.equal(seen_values, wanted_values[layer, first_row : first_row + 2, :, :window])
-    assert torch.equal(cache.keys, wanted_keys) and torch.equal(cache.values, wanted_values)
+    assert all(map(torch.equal, contents(cache), (wanted_keys, wanted_values)))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_move_slots_agrees_with_a_loop(seed: int) -> None:
     cache = new_cache()
     torch.manual_seed(seed)
-    before = cache.keys.clone(), cache.values.clone()
+    before = contents(cache)
     num_rows, num_moved = 1 + seed % ROWS, 1 + seed % 4
     source_BL = torch.randint(0, SLOTS, (num_rows, num_moved))
     destination_BL = torch.stack([torch.randperm(SLOTS)[:num_moved] for _ in range(num_rows)])
     cache.move_slots(source_BL, destination_BL)
-    for store, old in zip((cache.keys, cache.values), before, strict=True):
+    for store, old in zip(contents(cache), before, strict=True):
         wanted = old.clone()
         for row in range(num_rows):
             for source, destination in zip(source_BL[row].tolist(), destination_BL[row].tolist(), strict=True):
@@ -73,9 +81,9 @@ def test_move_slots_agrees_with_a_loop(seed: int) -> None:
 
 def test_copy_row_copies_a_prefix_only() -> None:
     cache = new_cache()
-    before = cache.keys.clone(), cache.values.clone()
+    before = contents(cache)
     cache.copy_row(2, 0, 5)
-    for store, wanted in zip((cache.keys, cache.values), before, strict=True):
+    for store, wanted in zip(contents(cache), before, strict=True):
         wanted[:, 0, :, :5] = wanted[:, 2, :, :5]
         assert torch.equal(store, wanted)
 

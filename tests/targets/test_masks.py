@@ -1,10 +1,11 @@
-"""Masks of chunks and trees: the docstrings' examples, and loops that say the same token by token."""
+"""Masks of chunks and trees: the docstring's examples, and loops that say the same token by token."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafter.decoding.tree import ancestors
-from drafter.targets.masks import causal_mask, slots_mask, tree_mask
+from drafter.targets.masks import Window, slot_positions, slots_mask
 from drafter.targets.slots import Slots
 
 
@@ -18,18 +19,32 @@ def path_to(parents: list[int], node: int) -> list[int]:
     return [0] if node == 0 else [*path_to(parents, parents[node]), node]
 
 
+def mask_of(position_BT: Tensor, ancestor_BTT: Tensor | None, num_visible: int) -> list[list[list[int]]]:
+    """The mask of tokens whose slots are of no account: [B, T, S]."""
+    mask = slots_mask(Slots(torch.zeros_like(position_BT), position_BT, ancestor_BTT, num_visible=num_visible))
+    assert mask.dtype == torch.bool and mask.shape == (*position_BT.shape[:1], 1, position_BT.shape[1], num_visible)
+    return mask[:, 0].int().tolist()
+
+
 def test_examples() -> None:
-    chunk = causal_mask(torch.tensor([[1, 2]]), 4)
-    assert chunk.dtype == torch.bool and chunk[0, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert mask_of(torch.tensor([[1, 2]]), None, 4) == [[[1, 1, 0, 0], [1, 1, 1, 0]]]
     ancestor = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
-    tree = tree_mask(torch.tensor([1]), ancestor, 5)
-    assert tree.dtype == torch.bool and tree.shape == (1, 1, 3, 5)
-    assert tree[0, 0].int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0]]
-    slots = Slots(torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 2]]), ancestor, num_visible=5)
-    assert torch.equal(slots_mask(slots), tree)
+    tree = mask_of(torch.tensor([[1, 2, 2]]), ancestor, 5)
+    assert tree == [[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0]]]
     # Padding rows stand at length 0 while others need more slots, and a row may stand at the very end.
-    tree = tree_mask(torch.tensor([0, 3]), torch.eye(2, dtype=torch.bool).expand(2, -1, -1), 4)
-    assert tree[:, 0].int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 0]]]
+    tree = mask_of(torch.tensor([[0, 1], [3, 4]]), torch.eye(2, dtype=torch.bool).expand(2, -1, -1), 4)
+    assert tree == [[[1, 0, 0, 0], [0, 1, 0, 0]], [[1, 1, 1, 1], [1, 1, 1, 0]]]
+
+
+def test_examples_of_windows() -> None:
+    slots = Slots(torch.tensor([[2, 3, 4]]), torch.tensor([[2, 3, 3]]), None, num_visible=5)
+    assert slot_positions(slots).tolist() == [[0, 1, 2, 3, 3]]
+    slots = Slots(torch.tensor([[2, 9]]), torch.tensor([[2, 3]]), None, num_visible=4)
+    assert slot_positions(slots).tolist() == [[0, 1, 2, 3]]
+    query_BT, key_BS = torch.tensor([[1, 3]]), torch.arange(4)[None]
+    assert Window("sliding", 2).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert Window("chunked", 2).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert Window("chunked", 3).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -39,11 +54,11 @@ def test_masks_agree_with_loops(seed: int) -> None:
     parents = [random_parents(num_nodes, generator) for _ in range(3)]
     length_B = torch.randint(0, 7, (3,), generator=generator)
     num_slots = int(length_B.max()) + num_nodes + seed % 3
-    tree = tree_mask(length_B, ancestors(torch.tensor(parents), num_nodes), num_slots)
     position_BT = length_B[:, None] + torch.arange(num_nodes)
-    chunk = causal_mask(position_BT, num_slots)
+    tree = mask_of(position_BT, ancestors(torch.tensor(parents), num_nodes), num_slots)
+    chunk = mask_of(position_BT, None, num_slots)
     for row, length in enumerate(length_B.tolist()):
         for node in range(num_nodes):
             wanted = {*range(length), *(length + ancestor for ancestor in path_to(parents[row], node))}
-            assert tree[row, 0, node].tolist() == [slot in wanted for slot in range(num_slots)]
-            assert chunk[row, 0, node].tolist() == [slot <= length + node for slot in range(num_slots)]
+            assert tree[row][node] == [slot in wanted for slot in range(num_slots)]
+            assert chunk[row][node] == [slot <= length + node for slot in range(num_slots)]

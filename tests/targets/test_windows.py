@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.capabilities import layer_windows
-from drafter.targets.masks import Window, slot_positions
 from drafter.targets.target import Target
 from tests.targets.zoo import TARGETS, build, drafted, generated, panel, prompts_of
 
@@ -16,6 +14,8 @@ WINDOW = 8
 MODELS = ("Mistral", "Qwen2", "Gemma2", "GptOss", "Llama4Text")
 PROMPTS = prompts_of(3, 5, 13, 30)
 NUM_NEW = 24
+# Method, rows, and whether a step looks at all slots of a row, as steps for CUDA graphs do.
+WAYS = (("none", 1, False), ("none", 4, False), ("lookup", 1, False), ("lookup", 4, True))
 
 
 def windowed(name: str) -> Target:
@@ -28,12 +28,11 @@ def windowed(name: str) -> Target:
 def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
     target = windowed(name)
     wanted = generated(target.model, PROMPTS, NUM_NEW)
-    for method, max_num_seqs in (("none", 1), ("none", 4), ("lookup", 1), ("lookup", 4)):
-        found = drafted(target, method, PROMPTS, NUM_NEW, max_num_seqs=max_num_seqs, prefill_chunk=7)
-        assert found == wanted, (method, max_num_seqs)
+    for method, rows, sees_all in WAYS:
+        found = drafted(target, method, PROMPTS, NUM_NEW, max_num_seqs=rows, prefill_chunk=7, compile=sees_all)
+        assert found == wanted, (method, rows)
     if name in ("Mistral", "Gemma2", "Llama4Text"):  # without its window the model writes another text
-        windows = target.runtime.capabilities.windows._replace(by_kind={})
-        target.runtime.capabilities = target.runtime.capabilities._replace(windows=windows)
+        target.runtime.capabilities = target.runtime.capabilities._replace(windows={})
         assert drafted(target, "none", PROMPTS, NUM_NEW) != wanted
 
 
@@ -50,26 +49,8 @@ def test_multimodal_checkpoints_answer_text_prompts(model_type: str, tmp_path: P
     assert drafted(target, "none", PROMPTS, NUM_NEW) == drafted(target, "lookup", PROMPTS, NUM_NEW) == wanted
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "Llama4Text"])
-def test_steps_over_all_slots_see_the_same_windows(name: str) -> None:
-    target = windowed(name)
-    # Steps for CUDA graphs look at all slots of a row.
-    found = drafted(target, "lookup", PROMPTS, NUM_NEW, max_num_seqs=4, compile=True)
-    assert found == generated(target.model, PROMPTS, NUM_NEW)
-
-
-def test_window_examples() -> None:
-    slot_BT, position_BT = torch.tensor([[2, 3, 4]]), torch.tensor([[2, 3, 3]])
-    assert slot_positions(slot_BT, position_BT, 5).tolist() == [[0, 1, 2, 3, 3]]
-    assert slot_positions(torch.tensor([[2, 9]]), torch.tensor([[2, 3]]), 4).tolist() == [[0, 1, 2, 3]]
-    query_BT, key_BS = torch.tensor([[1, 3]]), torch.arange(4)[None]
-    assert Window("sliding", 2).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert Window("chunked", 2).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert Window("chunked", 3).mask(query_BT, key_BS)[0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
-
-
 def test_a_window_that_is_switched_off_is_none_and_one_that_attention_ignores_is_refused() -> None:
     for name, settings in (("Mistral", {"sliding_window": None}), ("Qwen2", {"use_sliding_window": False})):
-        assert layer_windows(build(TARGETS[name](**settings)), name).shortest is None
+        assert layer_windows(build(TARGETS[name](**settings)), name) == {}
     with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):
         wrap_model(build(TARGETS["Llama"](sliding_window=WINDOW)), name="odd")

@@ -9,7 +9,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
 from drafter.runtimes.torch import TorchRuntime
-from drafter.targets.capabilities import Capabilities, decoder_of
+from drafter.targets.capabilities import Capabilities
 from drafter.targets.target import Target
 
 CUDA = torch.device("cuda:0")
@@ -40,7 +40,7 @@ def target_of(sizes: dict[str, Any]) -> Target:
             model = LlamaForCausalLM(LlamaConfig(**sizes))
     finally:
         torch.set_default_dtype(torch.float32)
-    runtime = TorchRuntime(model, "x", capabilities=capabilities._replace(decoder=decoder_of(model)))
+    runtime = TorchRuntime(model, "x", capabilities=capabilities)
     return Target(runtime, None, model.config, name="x", fingerprint="x")
 
 

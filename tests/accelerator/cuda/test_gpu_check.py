@@ -12,7 +12,6 @@ import drafter.proposers.beam as beam_module
 import drafter.training.build as build_module
 from drafter.engine import runner
 from drafter.runtimes import torch as torch_runtime
-from drafter.targets.capabilities import decoder_of
 from scripts.gpu_check import STAGES, main
 
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -26,7 +25,7 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_twin(model: Any, name: str) -> Any:
         config = copy.deepcopy(model.config)
         config.dtype = torch.float32
-        return probe(type(model)(config), name)._replace(decoder=decoder_of(model))
+        return probe(type(model)(config), name)
 
     def unpacked(words_X: torch.Tensor, like: Any) -> list[torch.Tensor]:
         results = unpack(torch.zeros_like(words_X), like)

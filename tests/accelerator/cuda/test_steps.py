@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -167,19 +168,8 @@ def test_rows_that_move_and_share_prefixes_cost_no_wait() -> None:
 
 
 def run_in_thread(work: Any) -> None:
-    failed: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def test_drafters_of_any_shape_take_over_in_any_thread(engine: Engine) -> None:
