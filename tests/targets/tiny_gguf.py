@@ -36,13 +36,13 @@ def write_gguf(
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(fields.get("embedding_length", HIDDEN))
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_block_count(fields.get("block_count", LAYERS))
-    writer.add_head_count(fields.get("head_count", HEADS))
-    writer.add_head_count_kv(fields.get("head_count_kv", HEADS))
-    writer.add_vocab_size(fields.get("vocab_size", len(tokens)))
+    numbers = {
+        "context_length": CONTEXT, "embedding_length": HIDDEN, "feed_forward_length": FEED_FORWARD,
+        "block_count": LAYERS, "head_count": HEADS, "head_count_kv": HEADS, "vocab_size": len(tokens),
+        "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    for name, number in (numbers | fields).items():
+        getattr(writer, f"add_{name}")(number)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
@@ -50,9 +50,6 @@ def write_gguf(
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
     writer.add_token_merges(["Ġ Ġ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(fields.get("pad_token_id", 2))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
     more(writer)
