@@ -34,35 +34,33 @@ def pick(logits_BNV: Tensor, seed_B: Tensor, length_B: Tensor, depth_BN: Tensor,
         filters: temperature, top-k, top-p and min-p of the rows, as of ``sampling.Warp``.
     """
     picked_BN = torch.empty(logits_BNV.shape[:2], dtype=torch.int64, device=logits_BNV.device)
-    inputs = [tensor.contiguous() for tensor in (logits_BNV, seed_B, length_B, depth_BN, *filters)]
-    _launch(_pick_kernel, (picked_BN.numel(),), picked_BN, *inputs, **_sizes(logits_BNV))
-    return picked_BN
+    inputs = (logits_BNV, seed_B, length_B, depth_BN, *filters)
+    return _launch(_pick_kernel, (picked_BN.numel(),), picked_BN, *inputs, **_sizes(logits_BNV))
 
 
 def warp_logits(logits_BNV: Tensor, *filters: Tensor) -> Tensor:
     """``logits / temperature``, -inf where the filters drop a token, float32; arguments as of :func:`pick`."""
     warped_BNV = torch.empty(logits_BNV.shape, device=logits_BNV.device)
-    inputs = [tensor.contiguous() for tensor in (logits_BNV, *filters)]
-    _launch(_warp_kernel, (logits_BNV.shape[:2].numel(),), warped_BNV, *inputs, **_sizes(logits_BNV))
-    return warped_BNV
+    num_nodes = logits_BNV.shape[:2].numel()
+    return _launch(_warp_kernel, (num_nodes,), warped_BNV, logits_BNV, *filters, **_sizes(logits_BNV))
 
 
 def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream: int) -> Tensor:
     """float32 [B, T, M], as ``sampling.gumbel_noise``; token_ids int64 [M], or of each row [B, 1, M]."""
     num_tokens = token_ids.shape[-1]
     noise_BTM = torch.empty(*position_BT.shape, num_tokens, device=seed_B.device)
-    inputs = [tensor.contiguous() for tensor in (seed_B, position_BT, token_ids)]
-    row_stride = num_tokens if token_ids.dim() > 1 else 0
-    grid = position_BT.numel(), triton.cdiv(num_tokens, _NOISE_TILE)
-    sizes = position_BT.shape[1], num_tokens, row_stride, stream + 1
-    _launch(_noise_kernel, grid, noise_BTM, *inputs, *sizes, TILE=_NOISE_TILE)
-    return noise_BTM
+    return _launch(
+        _noise_kernel, (position_BT.numel(), triton.cdiv(num_tokens, _NOISE_TILE)), noise_BTM,
+        seed_B, position_BT, token_ids, num_positions=position_BT.shape[1], num_tokens=num_tokens,
+        row_stride=num_tokens if token_ids.dim() > 1 else 0, stream=stream + 1, TILE=_NOISE_TILE,
+    )  # fmt: skip
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Launch a kernel on the device of its result; Triton would take the current device."""
+def _launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *inputs: Tensor, **sizes: Any) -> Tensor:
+    """The result, which a kernel fills on the result's device; Triton would take the current device."""
     with torch.cuda.device_of(result):
-        kernel[grid](result, *args, **kwargs)
+        kernel[grid](result, *(tensor.contiguous() for tensor in inputs), **sizes)
+    return result
 
 
 def _sizes(logits_BNV: Tensor) -> dict[str, Any]:

@@ -6,9 +6,9 @@ selected layers).
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from drafter.targets.chat import Chat, Fork, encode_chat, encode_text, what_runs
@@ -64,45 +64,14 @@ class Target:
         self.eos_token_ids = _eos_token_ids(generation_config, config, tokenizer)
         self.fingerprint = fingerprint if quantization == "none" else f"{fingerprint}-{quantization}"
 
-    @property
-    def model(self) -> Any:
-        """The module of transformers that runs, of a target that runs in torch."""
-        return self.runtime.model
-
-    @property
-    def traits(self) -> Any:
-        """Facts about the runtime (:class:`drafter.runtimes.base.Traits`)."""
-        return self.runtime.traits
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the input embeddings, where token ids go."""
-        return self.runtime.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating point type of embeddings and hidden states."""
-        return self.runtime.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        """V, rows of the output matrix."""
-        return self.runtime.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self.runtime.hidden_size
-
-    @property
-    def embedding_weight_VD(self) -> Tensor:
-        """Input embeddings as plain numbers, [V, D]."""
-        return self.runtime.embedding_weight_VD
-
-    @property
-    def output_weight_VD(self) -> Tensor:
-        """The output matrix as plain numbers, [V, D]."""
-        return self.runtime.output_weight_VD
+    model = property(attrgetter("runtime.model"), doc="The module of transformers, of a target that runs in torch.")
+    traits = property(attrgetter("runtime.traits"), doc="Facts about the runtime (drafter.runtimes.base.Traits).")
+    device = property(attrgetter("runtime.device"), doc="Device of the input embeddings, where token ids go.")
+    dtype = property(attrgetter("runtime.dtype"), doc="Floating point type of embeddings and hidden states.")
+    vocab_size = property(attrgetter("runtime.vocab_size"), doc="V, rows of the output matrix.")
+    hidden_size = property(attrgetter("runtime.hidden_size"), doc="D, columns of the output matrix.")
+    embedding_weight_VD = property(attrgetter("runtime.embedding_weight_VD"), doc="Input embeddings as plain numbers.")
+    output_weight_VD = property(attrgetter("runtime.output_weight_VD"), doc="The output matrix as plain numbers.")
 
     def output_rows(self, token_X: Tensor) -> Tensor:
         """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
@@ -115,18 +84,9 @@ class Target:
     def forward(
         self, token_BT: Tensor, slots: Slots | None = None, cache: Any = None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Run the decoder without its output matrix (:meth:`drafter.runtimes.base.Runtime.forward`).
+        """Run the decoder without its output matrix: token ids int64 [B, T] -> hidden [B, T, D] and context [B, T, C].
 
-        Args:
-            token_BT: int64 [B, T].
-            slots: where the tokens stand in ``cache``. Without both the forward is causal, from position 0
-                on, and padding on the right is harmless.
-            cache: where keys and values go.
-            context_layers: indices into the hidden states (0 = embeddings, i = after layer i) that the drafter takes as
-                context instead of the final hidden state.
-
-        Returns:
-            hidden [B, T, D] and context [B, T, C].
+        :meth:`drafter.runtimes.base.Runtime.forward` documents the arguments. ``cache`` is one of :meth:`new_cache`.
         """
         assert (slots is None) == (cache is None), "slots are those of a cache"
         return self.runtime.forward(token_BT, slots, cache, context_layers)
@@ -150,20 +110,16 @@ class Target:
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
         self._tokenizer()
-        found: list[list[int]] = self.encoder.map([[text, [], False]])
-        return found[0]
+        return list(self.encoder.map([[text, [], False]])[0])
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Token ids of a conversation up to the opening of the assistant's turn, by the tokenizer's own template;
-        ``tools``: functions that the target may call, in OpenAI's form.
-
-        Raises:
-            ValueError: as :meth:`encode_chats`.
-        """
+        """Token ids of a conversation up to the opening of the assistant's turn (:meth:`encode_chats`)."""
         return self.encode_chats([Chat(messages, tools)])[0]
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
-        """Token ids of conversations, with limits of time and memory for the template, which is a stranger's program.
+        """Token ids of conversations up to the opening of the assistant's turn, by the tokenizer's own template.
+
+        The template is a stranger's program: it runs with limits of time and memory.
 
         Raises:
             ValueError: there is no template, or the template refuses the messages or reaches a limit.
