@@ -43,6 +43,8 @@ def answer(folder: Path) -> list[int]:
         ({"attention_bias": True}, r"its files lack \d+ of the weights that config.json asks for"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"hidden_act": "evil"}, "'evil'"),
+        ({"_attn_implementation": "somebody/kernel"}, "names the attention kernel 'somebody/kernel' of a hub"),
+        ({"num_hidden_layers": 10**9}, "config.json asks for 1,000,000,000 layers, and its files hold 2"),
     ],
 )
 def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, message: str) -> None:
@@ -50,18 +52,6 @@ def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, mess
     with pytest.raises(ValueError, match=message) as caught:
         load_target(str(folder), device="cpu", dtype="bfloat16", runtime="torch")
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
-
-
-def test_a_kernel_of_a_hub_is_not_fetched(folder: Path) -> None:
-    change(folder / "config.json", {"_attn_implementation": "somebody/kernel"})
-    with pytest.raises(ValueError, match="names the attention kernel 'somebody/kernel' of a hub"):
-        load_target(str(folder), device="cpu", runtime="torch")
-
-
-def test_layers_are_counted_before_they_are_built(folder: Path) -> None:
-    change(folder / "config.json", {"num_hidden_layers": 10**9})
-    with pytest.raises(ValueError, match="config.json asks for 1,000,000,000 layers, and its files hold 2"):
-        load_target(str(folder), device="cpu", runtime="torch")
 
 
 def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:

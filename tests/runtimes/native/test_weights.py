@@ -19,14 +19,7 @@ from drafter.kernels import native
 from drafter.runtimes.base import Unsuitable
 from drafter.runtimes.loading import load_target
 from drafter.runtimes.native.family import rotation_table
-from drafter.runtimes.native.weights import (
-    GGUF,
-    Stored,
-    matrix,
-    open_gguf,
-    open_safetensors,
-    tensors_of_gguf,
-)
+from drafter.runtimes.native.weights import GGUF, Stored, matrix, open_gguf, open_safetensors, tensors_of_gguf
 from tests.kernels.test_native import FLOATS, stored_rows
 from tests.targets.tiny_gguf import write_gguf as tiny_gguf
 from tests.targets.zoo import TARGETS, build
@@ -77,20 +70,14 @@ def test_a_gguf_file_has_the_numbers_of_the_gguf_package_and_transformers_order_
     assert read.scalars["tokenizer.ggml.add_bos_token"] is True
     found = tensors_of_gguf(read, heads, key_heads)
     lead = "model.layers.7.self_attn."
-    assert set(found) == {lead + "q_proj.weight", lead + "k_proj.weight", lead + "v_proj.weight"} | {
-        lead + "q_proj.bias",
-        "other",
-    }
+    assert set(found) == {*(f"{lead}{part}_proj.weight" for part in "qkv"), f"{lead}q_proj.bias", "other"}
     processor = LlamaTensorProcessor({"num_attention_heads": heads, "num_key_value_heads": key_heads})
-    given_by = {
-        name: gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]) for name, (_, rows) in parts.items()
-    }
-    wanted = {name: torch.tensor(processor.process(rows, name).weights) for name, rows in given_by.items()}
+    plain_rows = {part: weight.numpy() for part, (_, weight) in drawn.items()}
+    wanted = [torch.tensor(processor.process(plain_rows[part], f"blk.7.attn_{part}.weight").weights) for part in "qkv"]
     stored = [found[f"{lead}{part}_proj.weight"] for part in "qkv"]
-    assert numbers(*stored).equal(torch.cat(list(wanted.values())))  # one matrix of all three
-    assert (
-        found[lead + "q_proj.bias"].vector().tolist() == processor.process(bias, "blk.7.attn_q.bias").weights.tolist()
-    )
+    assert numbers(*stored).equal(torch.cat(wanted))  # one matrix of all three
+    turned = processor.process(bias, "blk.7.attn_q.bias").weights
+    assert found[f"{lead}q_proj.bias"].vector().equal(torch.tensor(turned))
     plain = tensors_of_gguf(GGUF({"general.architecture": "qwen2"}, read.tensors), heads, key_heads)
     assert numbers(plain[lead + "q_proj.weight"]).equal(drawn["q"][1])
 
@@ -203,14 +190,6 @@ FAULTY_GGUF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTY_GGUF)
-def test_a_faulty_gguf_file_is_named_with_its_fault(fault: str, tmp_path: Path) -> None:
-    content, said = FAULTY_GGUF[fault]
-    (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match=f"a.gguf is damaged: its header is no GGUF .*{said}"):
-        open_gguf(tmp_path / "a.gguf")
-
-
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
 
@@ -245,29 +224,37 @@ FAULTY_SAFETENSORS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTY_SAFETENSORS)
-def test_a_faulty_safetensors_file_is_named_with_its_fault(fault: str, tmp_path: Path) -> None:
-    content, said = FAULTY_SAFETENSORS[fault]
-    (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=f"a.safetensors is damaged: .*{said}"):
-        open_safetensors([tmp_path / "a.safetensors"])
+FAULTY = [
+    *(pytest.param("a.gguf", *case, id=f"gguf: {fault}") for fault, case in FAULTY_GGUF.items()),
+    *(pytest.param("a.safetensors", *case, id=f"safetensors: {fault}") for fault, case in FAULTY_SAFETENSORS.items()),
+]
 
 
-def test_an_empty_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    for read in (open_gguf, lambda file: open_safetensors([file])):
-        with pytest.raises(ValueError, match="a is empty"):
-            read(tmp_path / "a")
+def read(file: Path) -> dict[str, Stored]:
+    return tensors_of_gguf(open_gguf(file), 2, 1) if file.suffix == ".gguf" else open_safetensors([file])
+
+
+@pytest.mark.parametrize(("name", "content", "said"), FAULTY)
+def test_a_faulty_file_is_named_with_its_fault(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    begin = "its header is no GGUF " if name == "a.gguf" else ""
+    with pytest.raises(ValueError, match=f"{name} is damaged: {begin}.*{said}"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.gguf", "a.safetensors"])
+def test_an_empty_file_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"{name} is empty"):
+        read(tmp_path / name)
 
 
 def read_all(file: Path) -> None:
     """Read everything in a file that may be damaged: a ValueError of one line with the file's name, or numbers."""
     try:
-        tensors = tensors_of_gguf(open_gguf(file), 2, 1) if file.suffix == ".gguf" else open_safetensors([file])
+        tensors = read(file)
     except ValueError as error:
-        assert str(error).startswith(f"{file} is ")
-        assert "\n" not in str(error)
-        assert len(str(error)) < 500
+        assert str(error).startswith(f"{file} is ") and "\n" not in str(error) and len(str(error)) < 500
         return
     assert sum(each.data.nbytes for each in tensors.values()) <= file.stat().st_size
     for each in tensors.values():
@@ -350,9 +337,8 @@ def test_what_the_native_step_cannot_read_runs_in_torch(tmp_path: Path) -> None:
     assert load_target(str(file), device="cpu").runtime.name == "torch"
     with pytest.raises(ValueError, match=r"is stored as type 6 of GGUF, which has no kernels"):
         load_target(str(file), device="cpu", runtime="native")
-    build(TARGETS["Llama"](tie_word_embeddings=True)).model.save_pretrained(
-        tmp_path / "bare"
-    )  # names without the module's first part
+    # Names without the module's first part.
+    build(TARGETS["Llama"](tie_word_embeddings=True)).model.save_pretrained(tmp_path / "bare")
     assert load_target(str(tmp_path / "bare"), device="cpu").runtime.name == "torch"
     config = TARGETS["Llama"]()
     config.rope_parameters["partial_rotary_factor"] = 2.0
