@@ -1,7 +1,8 @@
 """Drafts that fail or never help end no answer and cost little."""
 
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,12 +16,23 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.draft_model import DraftModelProposer
+from drafter.proposers.options import Drafting
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 from tests.engine.test_replace import untrained
 
 PROMPTS = prompts_for(4, seed=5)
 PARAMS = [SamplingParams(max_new_tokens=20, temperature=0.9 * (n % 2), seed=n, ignore_eos=True) for n in range(4)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingChain(Drafting):
+    method: ClassVar = "failing"
+    tree_size: int = 4
+    failure: str
+
+    def build(self, *_: object) -> Proposer:
+        return Chain(self.failure)
 
 
 class Chain(Proposer):
@@ -45,7 +57,7 @@ class Chain(Proposer):
 def test_failing_drafts_end_no_answer(failure: str, caplog: pytest.LogCaptureFixture) -> None:
     target = shared_target()
     wanted = Engine(target, config=Plan.of("none")).generate(PROMPTS, PARAMS)
-    engine = Engine(target, config=Plan.of("none", max_num_seqs=2), proposer=Chain(failure))
+    engine = Engine(target, config=Plan(drafting=FailingChain(failure=failure), max_num_seqs=2))
     with caplog.at_level(logging.WARNING):
         found = engine.generate(PROMPTS, PARAMS)
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
