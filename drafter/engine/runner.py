@@ -44,19 +44,12 @@ _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so tha
 
 
 class _Wanted(NamedTuple):
-    """What the requests of a step ask for besides tokens.
+    """What the requests of a step ask for besides tokens."""
 
-    Attributes:
-        row_A: rows with log-probabilities.
-        num_top: likeliest tokens of each position, at least; None: no row has log-probabilities.
-        has_tree: some row shows its tree.
-        has_plain_rows: some row takes no drafts.
-    """
-
-    row_A: Tensor
-    num_top: int | None
-    has_tree: bool
-    has_plain_rows: bool
+    row_A: Tensor  # rows with log-probabilities
+    num_top: int | None  # likeliest tokens of each position, at least; None: no row has log-probabilities
+    has_tree: bool  # some row shows its tree
+    has_plain_rows: bool  # some row takes no drafts
 
 
 class Runner:
@@ -131,11 +124,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Write prompt tokens of neighbouring rows to the cache in one forward, padded to the longest chunk.
-
-        Args:
-            chunks: of consecutive rows in rising order.
-        """
+        """Write prompt tokens of consecutive rows, in rising order, in one forward that is padded to the longest."""
         first = chunks[0].request.row
         assert [chunk.request.row for chunk in chunks] == list(range(first, first + len(chunks)))
         sizes = [chunk.stop - chunk.start for chunk in chunks]
@@ -165,16 +154,13 @@ class Runner:
     def step(
         self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int
     ) -> list[StepResult]:
-        """Propose, verify, accept, commit for the rows 0 .. num_rows-1.
+        """Propose, verify, accept, commit for the rows 0 .. num_rows-1; the result of each request.
 
         Args:
             proposer: drafts the trees.
             num_rows: B.
             requests: the requests that decode; other rows (in prefill, or padding of a bucket) only keep the shape.
             max_committed: committed slots of the longest row, known to the host.
-
-        Returns:
-            The result of each request.
         """
         self._tell(requests)
         wanted = self._wanted(requests, num_rows)
@@ -197,10 +183,9 @@ class Runner:
     def _run(
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A step on the device. What it reads besides tensors of fixed addresses is in the key of its graph.
+        """A step on the device: its results as packed words, and the results.
 
-        Returns:
-            The results as packed words, and the results.
+        What a step reads besides tensors of fixed addresses is in the key of its graph.
         """
         has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         # Columns of the rows' state, which each kernel would copy.
@@ -232,6 +217,7 @@ class Runner:
         return candidates
 
     def _count_failure(self, reason: str) -> None:
+        """Count a step whose drafts failed, and name the first one in the log."""
         if not self.num_failed_drafts:
             _log.warning("a step goes on without drafts, which failed: %s", reason)
         self.num_failed_drafts += 1
@@ -244,8 +230,8 @@ class Runner:
         emitted_BZ: Tensor,
         wanted: _Wanted,
     ) -> dict[str, Tensor]:
-        """What :meth:`_hand_out` reads: whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then,
-        where a request asks for them, log-probabilities of the rows that ask, and the trees of all rows.
+        """Whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then, where a request asks for them,
+        log-probabilities of the rows that ask, and the trees of all rows.
         """
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
@@ -287,7 +273,7 @@ class Runner:
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Record the steps of these proposers for every bucket of rows, with a bar; without graphs, try each once.
 
-        The steps have no active row and change nothing.
+        These steps have no active row and change nothing.
         """
         buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
         is_on = self._graphs.is_on
@@ -332,10 +318,7 @@ class Runner:
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
-        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
-
-        Keys and values of all nodes go to the next free slots.
-        """
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
         token_BN, depth_BN = candidates.token_BN, candidates.depth_BN
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
         length_B1 = rows.length_B[:, None]
@@ -432,14 +415,11 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:
-    """Refuse an engine whose caches and logits do not fit, before they are allocated.
+    """Refuse an engine whose caches and logits do not fit, before they are allocated (ValueError with both numbers).
 
     Args:
         models: the target and, if there is one, the draft model, which has a cache of its own.
         num_rows, num_slots, num_nodes: B, S, N.
-
-    Raises:
-        ValueError: the memory is too small; the message has both numbers.
     """
     target = models[0]
     free = [available_bytes(device) for device in {*target.traits.layer_devices, target.device}]

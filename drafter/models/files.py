@@ -25,17 +25,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], vocab_size: int, where: str) -> None:
-    """Check the tensors that a drafter is made of.
+    """Refuse the tensors of a file that do not make a drafter (ValueError naming ``where`` and the tensor).
 
-    Args:
-        tensors: the tensors of the file.
-        wanted: tensors with the names and shapes of the drafter's config.
-        vocab_size: V.
-        where: the file, for messages.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, of another shape or type, or holds NaN or infinity; draft token ids
-            are out of range or do not ascend. The message names the tensor.
+    ``wanted`` has the names and shapes of the drafter's config. A tensor may be missing, unknown, of another shape or
+    type, or hold NaN or infinity; draft token ids may be out of range or not ascend.
     """
     for name in sorted(wanted.keys() ^ tensors.keys()):
         raise ValueError(f"{where}: tensor {name!r} is {'missing' if name in wanted else 'unknown'}")
