@@ -73,17 +73,17 @@ def accept_samples(
     keyed. (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.)
 
     Args:
-        candidates: chains, in which node i - 1 is the parent of node i, with ``log_q_BNV`` [B, N - 1, V]: entry i - 1
+        candidates: chains, in which node i - 1 is the parent of node i, with ``log_q_BGV``: entry i - 1
             is the log of the q from which node i was drawn. Padding nodes are always rejected and draw from p alone.
         log_p_BNV: the target's warped log-probabilities at each node.
         seed_B: int64.
         position_BN: absolute position of the token after each node, int64.
         residual_noise_BNV: Gumbel noise, independent of the noise of the drafts.
     """
-    assert candidates.log_q_BNV is not None
+    assert candidates.log_q_BGV is not None
     num_nodes = candidates.token_BN.shape[1]
     draft_BG = candidates.token_BN[:, 1:]
-    p_BNV, q_BGV = log_p_BNV.exp(), candidates.log_q_BNV.exp()
+    p_BNV, q_BGV = log_p_BNV.exp(), candidates.log_q_BGV.exp()
     p_BG = p_BNV[:, :-1].gather(2, draft_BG[:, :, None])[:, :, 0]
     q_BG = q_BGV.gather(2, draft_BG[:, :, None])[:, :, 0]
     coin_BG = uniform_noise(seed_B, position_BN[:, :-1], stream=STREAM_ACCEPT)

@@ -46,10 +46,9 @@ _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so tha
 class _Wanted(NamedTuple):
     """What the requests of a step ask for besides tokens."""
 
-    row_A: Tensor  # rows with log-probabilities
+    row_A: Tensor | None  # rows with log-probabilities; None: all
     num_top: int | None  # likeliest tokens of each position, at least; None: no row has log-probabilities
     has_tree: bool  # some row shows its tree
-    has_plain_rows: bool  # some row takes no drafts
 
 
 class Runner:
@@ -60,16 +59,13 @@ class Runner:
         plan: its number of rows, acceptance rule, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
-
-    Attributes:
-        num_failed_drafts: steps that went on without drafts, because the drafts failed.
     """
 
     def __init__(self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...]) -> None:
         self.target = target
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
-        self.num_failed_drafts = 0
+        self.num_failed_drafts = 0  # steps that went on without drafts, because the drafts failed
         self._context_layers = context_layers
         self._is_rejection = plan.drafting.is_rejection
         device = target.device
@@ -82,7 +78,6 @@ class Runner:
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
-        self._row_B = torch.arange(num_rows, device=device)
         # What the host decides, in one buffer of fixed address; graphs read views of it.
         self._params = [_NO_PARAMS] * num_rows
         self._decided: tuple[list[SamplingParams], list[bool], list[bool]] = [], [], []
@@ -163,7 +158,7 @@ class Runner:
             max_committed: committed slots of the longest row, known to the host.
         """
         self._tell(requests)
-        wanted = self._wanted(requests, num_rows)
+        wanted = self._wanted(requests)
         warp = self._warp._replace(**{name: view_B[:num_rows] for name, view_B in self._warp_views.items()})
         rows = RowState(
             root_B=self._root_B[:num_rows],
@@ -191,7 +186,7 @@ class Runner:
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
-        if wanted.has_plain_rows and proposer.max_depth > 0:
+        if proposer.max_depth > 0:
             is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
@@ -213,7 +208,7 @@ class Runner:
         candidates = RootOnly(proposer.num_nodes).propose(rows, noise)
         if self._is_rejection:  # padding has no q, but the rule reads one
             shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
-            candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
+            candidates = candidates._replace(log_q_BGV=torch.zeros((), device=self._root_B.device).expand(shape))
         return candidates
 
     def _count_failure(self, reason: str) -> None:
@@ -237,7 +232,7 @@ class Runner:
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
         results = {"line": torch.cat([failed_B[:, None], number_B[:, None], emitted_BZ], dim=1)}
         if wanted.num_top is not None:
-            row_A = wanted.row_A
+            row_A = torch.arange(len(number_B), device=number_B.device) if wanted.row_A is None else wanted.row_A
             # The token emitted at depth d was picked by the target at the path's node of depth d.
             logprob_AZV = logits_BNV[row_A[:, None], accepted.path_BZ[row_A]].float().log_softmax(dim=2)
             picked_AZ1 = logprob_AZV.gather(2, emitted_BZ[row_A][:, :, None])
@@ -303,17 +298,14 @@ class Runner:
         self._decided_X.copy_(to_device(self.target.device, torch.cat([part.view(torch.uint8) for part in parts]))[0])
         self._decided = list(self._params), is_active, is_drafted
 
-    def _wanted(self, requests: Sequence[Request], num_rows: int) -> _Wanted:
+    def _wanted(self, requests: Sequence[Request]) -> _Wanted:
         num_logprobs = _num_logprobs(requests)
-        num_top = max(num_logprobs.values(), default=None)
-        row_A = self._row_B[:num_rows]
-        if num_top is not None:
-            if self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
-                num_top = 1 << (num_top - 1).bit_length() if num_top else 0
-            else:
-                row_A = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
-        has_plain_rows = any(not request.options.speculate for request in requests)
-        return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
+        num_top, row_A = max(num_logprobs.values(), default=None), None
+        if num_top and self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
+            num_top = 1 << (num_top - 1).bit_length()
+        elif num_logprobs and not self._graphs.is_on:
+            row_A = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
+        return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests))
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int

@@ -1,6 +1,6 @@
 """DraftModelProposer: a smaller language model of the same tokenizer drafts a chain of tokens, one by one.
 
-Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S cache slots.
+Shapes: B rows · T tokens of a forward · M = gamma drafted nodes · V vocabulary · D hidden size.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import STREAM_DRAFT, Noise, gumbel_noise, pick_nodes, warped_log_probs
 from drafter.decoding.transfer import to_device
-from drafter.decoding.tree import Candidates
+from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Drafting, Verification
 from drafter.targets.cache import SlotCache
@@ -110,8 +110,8 @@ class DraftModelProposer(Proposer):
         self._cache.copy_row(source, destination, self._cache.num_slots)
 
     @torch.inference_mode()
-    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        """Draft gamma tokens for every row (see :class:`drafter.decoding.proposer.Proposer`)."""
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
+        """A chain of gamma tokens for every row; all scores are 0, so that the tree is the whole chain."""
         # A row of length 0 has no token before its root. Its second token is undefined here, and the next forward
         # overwrites the slot of that token before any read.
         start_B = (rows.length_B - 1).clamp_min(0)
@@ -134,15 +134,10 @@ class DraftModelProposer(Proposer):
                 drafts.append(argmax(logits_BTV))
             else:
                 drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], step), noise, rows.warp))
-        node_N = torch.arange(self.num_nodes, device=start_B.device)
-        token_BN = torch.cat([rows.root_B[:, None], *drafts], dim=1)
-        return Candidates(
-            token_BN=token_BN,
-            parent_BN=(node_N - 1).clamp_min(0).expand_as(token_BN),
-            depth_BN=node_N.expand_as(token_BN),
-            is_node_BN=torch.ones_like(token_BN, dtype=torch.bool),
-            log_q_BNV=torch.cat(log_qs, dim=1) if log_qs else None,
-        )
+        token_BM = torch.cat(drafts, dim=1)
+        parent_BM = torch.arange(-1, self.max_depth - 1, device=token_BM.device).expand_as(token_BM)
+        score_BM = torch.zeros_like(token_BM, dtype=torch.float32)
+        return NodeList(token_BM, parent_BM, score_BM, torch.cat(log_qs, dim=1) if log_qs else None)
 
     def _forward(
         self,
