@@ -28,22 +28,19 @@ def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) ->
     """
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int)):
         raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
-    encoded: dict[int, list[int]] = {}
-    chats: dict[int, Chat] = {}
-    for place, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and raw:
-            encoded[place] = target.encode(prompt)
-        elif isinstance(prompt, str):
-            chats[place] = Chat([{"role": "user", "content": prompt}])
+    forms: list[Chat | list[int]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            forms.append(target.encode(prompt) if raw else Chat([{"role": "user", "content": prompt}]))
         elif messages := [item for item in prompt if isinstance(item, Mapping)]:
             if len(messages) < len(prompt):
                 raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
-            chats[place] = Chat(messages)
+            forms.append(Chat(messages))
         else:
-            encoded[place] = list(map(_token_id, prompt))
-    if chats:
-        encoded |= zip(chats, target.encode_chats(list(chats.values())), strict=True)
-    return [encoded[place] for place in range(len(prompts))]
+            forms.append(list(map(_token_id, prompt)))
+    chats = [form for form in forms if isinstance(form, Chat)]
+    encoded = iter(target.encode_chats(chats) if chats else ())
+    return [next(encoded) if isinstance(form, Chat) else form for form in forms]
 
 
 def _token_id(token: object) -> int:
@@ -80,11 +77,9 @@ class IncrementalText:
     @property
     def text(self) -> str:
         """All text that later tokens cannot change; the held back rest comes with later tokens or :meth:`finish`."""
-        held = 0  # characters that may begin a stop string
-        if not self.is_stopped:
-            beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
-            held = max((len(each) for each in beginnings if self._seen.endswith(each)), default=0)
-        return self._seen[: len(self._seen) - held]
+        # Characters that may begin a stop string are held back.
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if self._seen.endswith(stop[:size]))
+        return self._seen[: len(self._seen) - (0 if self.is_stopped else max(sizes, default=0))]
 
     def push(self, token_id: int) -> None:
         """Add one token."""
