@@ -25,7 +25,6 @@ from torch.nn import functional as F
 Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # llm_state, rnn_state, token -> next of the last two
 Expand = Callable[[Any, Any, Tensor], tuple[Any, Tensor]]  # the same, but logits instead of a token
 Pick = Callable[[list[int]], int]  # text -> the target's next token
-Probs = Callable[[list[int]], Tensor]  # text -> distribution of the next token, [v]
 
 # ------------------------------------------------------------------------------------------------------ the drafter
 
@@ -64,19 +63,13 @@ def sample_sequence(step: Step, length: int, state_size: int, llm_state: Tensor,
     return torch.stack(unroll(step, length, llm_state, llm_state.new_zeros(state_size), token))
 
 
-def normalise(weight: Tensor) -> Tensor:
-    """[v] -> [v]: weights that sum to 1."""
-    return weight / weight.sum()
+# ---------------------------------------------------------------------- one chain, drafted by a second language model
 
 
 def max_fn(difference: Tensor) -> Tensor:
-    """[v] -> [v]: norm(max(0, p - q)), what is drawn from after a rejection."""
-    return normalise(difference.clamp(min=0))
-
-
-def num_leading(is_kept: Tensor) -> Tensor:
-    """[l] -> []: how many come before the first that is not kept."""
-    return is_kept.long().cumprod(0).sum()
+    """[v] -> [v]: norm(max(0, p - q)), the distribution after a rejection."""
+    weight = difference.clamp(min=0)
+    return weight / weight.sum()
 
 
 def prob_of(prob: Tensor, token: Tensor) -> Tensor:
@@ -90,7 +83,8 @@ def accept_chain(p: Tensor, q: Tensor, draft: Tensor, coin: Tensor) -> Tensor:
     Exact only when the draft is a sample of q. Row i of p and q is the distribution of draft token i; the last row
     of p is that of the token behind the draft.
     """
-    return num_leading(coin * prob_of(q, draft) < prob_of(p[:-1], draft))
+    is_kept = coin * prob_of(q, draft) < prob_of(p[:-1], draft)
+    return is_kept.long().cumprod(0).sum()
 
 
 def bonus_distribution(p: Tensor, q: Tensor, num_accepted: Tensor) -> Tensor:
@@ -99,6 +93,11 @@ def bonus_distribution(p: Tensor, q: Tensor, num_accepted: Tensor) -> Tensor:
     Behind a chain that was accepted whole there is nothing to subtract: q is 0 there and the residual is p.
     """
     return max_fn((p - F.pad(q, (0, 0, 0, 1))).index_select(0, num_accepted[None])[0])
+
+
+def draw(prob: Tensor, noise: Tensor) -> int:
+    """[v], [v] -> a sample of prob, by Gumbel-max."""
+    return int((prob.log() + noise).argmax())
 
 
 # -------------------------------------------------------------------------------------------------------- one tree
@@ -214,61 +213,3 @@ def speculative(pick: Pick, propose: Callable[[list[int]], list[Node]], text: li
         before = [*text, *answer]
         answer += walk(propose(before), pick, before)
     return answer[:num_tokens]
-
-
-def continue_with(
-    tokens: list[int], text: list[int], num_tokens: int, rest: Callable[[list[int], int], list[int]]
-) -> list[int]:
-    """`tokens`, then the rest of the answer, `num_tokens` in all."""
-    return [*tokens, *rest([*text, *tokens], num_tokens - len(tokens))][:num_tokens]
-
-
-class Draws(NamedTuple):
-    """Independent random numbers by position: Gumbel noise [v] of drafts and of residuals, uniform coins []."""
-
-    draft: Callable[[int], Tensor]
-    residual: Callable[[int], Tensor]
-    coin: Callable[[int], Tensor]
-
-
-def draw(prob: Tensor, noise: Tensor) -> int:
-    """[v], [v] -> a sample of prob, by Gumbel-max."""
-    return int((prob.log() + noise).argmax())
-
-
-def draft_chain(q: Probs, draws: Draws, text: list[int], gamma: int) -> list[int]:
-    """gamma tokens sampled from the draft model."""
-    if gamma == 0:
-        return []
-    return continue_with(
-        [draw(q(text), draws.draft(len(text)))], text, gamma, lambda text, left: draft_chain(q, draws, text, left)
-    )
-
-
-def settle_chain(p: Tensor, q: Tensor, draft: list[int], noise: Tensor, num_accepted: Tensor) -> list[int]:
-    """[l + 1, v], [l, v], l tokens, [l + 1, v], [] -> the accepted tokens and one more."""
-    return [
-        *draft[: int(num_accepted)],
-        draw(bonus_distribution(p, q, num_accepted), noise[int(num_accepted)]),
-    ]
-
-
-def chain_round(p: Probs, q: Probs, draws: Draws, text: list[int], draft: list[int]) -> list[int]:
-    """Tokens that one round of two-model speculative decoding emits for a drafted chain."""
-    prefixes = [[*text, *draft[:i]] for i in range(len(draft) + 1)]
-    p_rows, q_rows = torch.stack([p(t) for t in prefixes]), torch.stack([q(t) for t in prefixes[:-1]])
-    coins = torch.stack([draws.coin(len(t)) for t in prefixes[:-1]])
-    noise = torch.stack([draws.residual(len(t)) for t in prefixes])
-    return settle_chain(p_rows, q_rows, draft, noise, accept_chain(p_rows, q_rows, torch.tensor(draft), coins))
-
-
-def two_model(p: Probs, q: Probs, draws: Draws, gamma: int, text: list[int], num_tokens: int) -> list[int]:
-    """Two-model speculative decoding: the distribution of the target p, with most tokens proposed by q."""
-    if num_tokens <= 0:
-        return []
-    return continue_with(
-        chain_round(p, q, draws, text, draft_chain(q, draws, text, gamma)),
-        text,
-        num_tokens,
-        lambda text, left: two_model(p, q, draws, gamma, text, left),
-    )

@@ -14,28 +14,16 @@ from drafter.decoding.tree import Candidates, NodeList, depths_of, pack_nodes
 
 
 class RowState(NamedTuple):
-    """The state of the running rows at the beginning of a step, on the target's device.
+    """The state of the running rows at the beginning of a step, on the target's device; integers are int64."""
 
-    Attributes:
-        root_B: last chosen token, not yet in the cache, int64 [B].
-        length_B: committed slots = absolute position of the root, int64 [B].
-        context_BC: the target's hidden states that the drafter reads, at the last committed token [B, C].
-        history_BS: token ids by absolute position, root included; entries after the root are undefined, int64 [B, S].
-        seed_B: int64 [B].
-        is_active_B: True for rows that decode; rows in prefill and padding rows are False, bool [B].
-        warp: temperature and filters of each row.
-        num_visible: number of slots that the longest row may use in this step, its tree included, rounded up. No row
-            has history from there on.
-    """
-
-    root_B: Tensor
-    length_B: Tensor
-    context_BC: Tensor
-    history_BS: Tensor
+    root_B: Tensor  # last chosen token, not yet in the cache
+    length_B: Tensor  # committed slots = absolute position of the root
+    context_BC: Tensor  # the target's hidden states that the drafter reads, at the last committed token
+    history_BS: Tensor  # token ids by absolute position, root included; entries after the root are undefined
     seed_B: Tensor
-    is_active_B: Tensor
-    warp: Warp
-    num_visible: int
+    is_active_B: Tensor  # True for rows that decode; rows in prefill and padding rows are False
+    warp: Warp  # temperature and filters of each row
+    num_visible: int  # slots that the longest row may use in this step, its tree included, rounded up; no history there
 
 
 class Proposer:
@@ -45,23 +33,13 @@ class Proposer:
     the state for the rows of :meth:`reserve` and follows :meth:`admit` and :meth:`move`. All tensors live on the
     target's device, and no method may wait for an accelerator.
 
-    Attributes:
-        level_sizes: places of the node lists at depth 1, 2, ...
-        num_nodes: N of the trees.
-        max_depth: L, the greatest depth of a node.
-        context_layers: layers of the target whose hidden states are the rows' contexts; empty: the final hidden state.
-        reads_every_token: whether no step may run without the proposer, not even a step of plain decoding.
-
     Args:
-        level_sizes: see above.
+        level_sizes: places of the node lists at depth 1, 2, ..., ``max_depth``.
         num_nodes: largest N; None: a tree of all places. Trees never have more nodes than places.
     """
 
-    level_sizes: tuple[int, ...]
-    num_nodes: int
-    max_depth: int
-    context_layers: tuple[int, ...] = ()
-    reads_every_token: bool = False
+    context_layers: tuple[int, ...] = ()  # of the target, whose hidden states are the contexts; empty: the final one
+    reads_every_token: bool = False  # no step may run without the proposer, not even a step of plain decoding
 
     def __init__(self, level_sizes: Sequence[int], num_nodes: int | None = None) -> None:
         self.level_sizes = tuple(level_sizes)
@@ -83,12 +61,12 @@ class Proposer:
 
         A row with a score that is no number gets no drafts and is marked: nobody waits for an accelerator here.
         """
-        token_BM, parent_BM, score_BM = self.draft(rows, noise)
+        token_BM, parent_BM, score_BM, log_q_BMV = self.draft(rows, noise)
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
         found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
-        return found._replace(has_failed_B=has_failed_B)
+        return found._replace(has_failed_B=has_failed_B, log_q_BGV=log_q_BMV)
 
     def check(self, target: Any) -> None:
         """Draft over some real texts of the target, if drafts can fail (ValueError: they fail)."""
@@ -104,18 +82,14 @@ class Proposer:
 
 
 class RootOnly(Proposer):
-    """Plain decoding: the tree is its root, padded to ``num_nodes`` nodes.
-
-    Args:
-        num_nodes: N.
-    """
+    """Plain decoding: the tree is its root, padded to ``num_nodes`` nodes."""
 
     def __init__(self, num_nodes: int = 1) -> None:
         super().__init__(())
         self.num_nodes = num_nodes
 
     def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        """A tree of one node per row."""
+        """The roots, and padding."""
         node_N = torch.arange(self.num_nodes, device=rows.root_B.device)
         node_BN = node_N.expand(rows.root_B.shape[0], -1)
         return Candidates(

@@ -1,23 +1,12 @@
 """Sampling as a pure function of (logits, seed, position): keyed noise, logit warpers, and the pick.
 
-Every random number is a hash of its seed, position, stream and token. So a random number does not depend on the batch,
-on the shape of the draft tree, or on the order of verification. Autoregressive decoding with the same seed calls the
-same functions with the same arguments. The tests therefore compare speculative decoding with autoregressive decoding.
-
-The pick at a position is the Gumbel-max trick: argmax over tokens of (warped logits + Gumbel noise) is a draw from
-softmax(warped logits) when the noise of different tokens is independent.
+Every random number is a hash of its seed, position, stream and token, so no random number depends on the batch, on the
+draft tree or on the order of verification. The pick is the Gumbel-max trick: argmax over tokens of (warped logits +
+Gumbel noise) is a draw from softmax(warped logits). docs/sampling.md has the proofs, and the reasons for 52 bits.
 
 The generator is SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) with
 random access: draw number i of the stream with start state s is mix64(s + (i + 1) * GAMMA). mix64 also hashes a (seed,
-position, stream) triple to the start state of the triple's own stream, and the token id is the number of the draw. A
-token costs three xor-shifts and two multiplications.
-
-The 64-bit integers are the same on every device, in every batch and for every subset of the vocabulary, bit for bit. So
-are the uniform numbers (k + 1/2) / 2^52 of their top 52 bits, which are exact in float64 and never 0 or 1. The two
-logarithms are taken in float64, and the result is rounded to float32. Math libraries differ in the last place of a
-float64 logarithm; about one number in 2^28 still differs after the rounding. Exactness also asks for 52 bits: the
-largest Gumbel number is 36.7, and the grid moves at most V * 2^-53 of probability (5e-12 for V = 49152). 24-bit uniform
-numbers could move V * 2^-25 (1e-3).
+position, stream) triple to the start state of the triple's own stream, and the token id is the number of the draw.
 
 On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), on a CPU loops of C++ hash and
 pick (csrc/noise.h), for plain and drafted decoding alike, so that the picks have the same bits. The functions here
@@ -101,10 +90,9 @@ def _uniform(word: Tensor) -> Tensor:
 
 
 def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
-    """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] int64: 64 random bits for each (seed, position, token id).
+    """[B] int64, [B, T] int64, [M] or [B, 1, M] int64 -> [B, T, M] int64: 64 bits for each (seed, position, token id).
 
-    token_ids may also differ by row, [B, 1, M]. Within one (seed, position) the bits of different tokens always differ,
-    because mix64 is a bijection.
+    Within one (seed, position) the bits of different tokens always differ, because mix64 is a bijection.
     """
     start_BT = _stream_start_BT(seed_B, position_BT, stream)
     return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)

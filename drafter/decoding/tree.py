@@ -30,22 +30,17 @@ class Candidates(NamedTuple):
     parent_BN: Tensor
     depth_BN: Tensor
     is_node_BN: Tensor
-    # Draft distributions of the nodes' tokens, [B, N - 1, V]: only for drafts that are samples (two-model chain).
-    log_q_BNV: Tensor | None = None
+    log_q_BGV: Tensor | None = None  # of a chain whose tokens are samples of these distributions
     has_failed_B: Tensor | None = None  # rows without drafts, because scores were no numbers
 
 
 def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
-    """[b, i, j] is True where j is i or an ancestor of i; the distance that is climbed doubles at each of few gathers.
-
-    Returns:
-        bool [B, N, N].
-    """
+    """bool [B, N, N]: [b, i, j] is True where j is i or an ancestor of i."""
     num_rows, num_nodes = parent_BN.shape
     ancestor_BNN = torch.eye(num_nodes, dtype=torch.bool, device=parent_BN.device).expand(num_rows, -1, -1)
     above_BN = parent_BN
     for _ in range(max_depth.bit_length()):
-        # Ancestors at a distance below 2^k, and those of the ancestor at this distance.
+        # Ancestors at a distance below 2^k, and those of the ancestor at this distance: the distance doubles.
         ancestor_BNN = ancestor_BNN | ancestor_BNN.gather(1, above_BN[:, :, None].expand(-1, -1, num_nodes))
         above_BN = above_BN.gather(1, above_BN)
     return ancestor_BNN
@@ -54,20 +49,10 @@ def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
 def pack_nodes(
     root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor, num_nodes: int
 ) -> Candidates:
-    """Keep the ``num_nodes - 1`` best of M drafted nodes and pack them behind the root.
+    """Keep the N - 1 best of M nodes, at most M, and pack them behind the root: int64, scores float, [B, M] each.
 
-    Drafted nodes are listed by depth; ``parent`` holds indices into the same list, or -1 for children of the root. A
-    score is a cumulative log-probability, so no child scores above its parent; the sort is stable and parents stand
-    first, so that ties keep the parent too and the kept nodes are a tree. Nodes with score -inf become padding.
-
-    Args:
-        root_B: int64 [B].
-        token_BM, parent_BM, depth_BM: int64 [B, M].
-        score_BM: float [B, M].
-        num_nodes: N; at most M + 1.
-
-    Returns:
-        Candidates with N nodes.
+    The nodes are those of a :class:`NodeList`. No child scores above its parent, the sort is stable and parents stand
+    first, so that ties keep the parent, too, and the kept nodes are a tree. Nodes with score -inf become padding.
     """
     num_rows, num_drafted = token_BM.shape
     assert num_nodes - 1 <= num_drafted, (num_nodes, num_drafted)
@@ -98,16 +83,14 @@ def pack_nodes(
 class NodeList(NamedTuple):
     """Drafted nodes without their root, all of depth 1 first, then all of depth 2, and so on.
 
-    Attributes:
-        token_BM: int64 [B, M].
-        parent_BM: index into the list, a node of the level above; -1 = the root. int64 [B, M].
-        score_BM: log of the (estimated) probability that the node is accepted, never above its parent's; -inf for
-            places that hold no node. float32 [B, M].
+    A score is the log of the (estimated) probability that the node is accepted, never above its parent's; -inf for
+    places that hold no node.
     """
 
-    token_BM: Tensor
-    parent_BM: Tensor
-    score_BM: Tensor
+    token_BM: Tensor  # int64
+    parent_BM: Tensor  # index into the list, a node of the level above; -1 = the root. int64
+    score_BM: Tensor  # float32
+    log_q_BMV: Tensor | None = None  # of a chain whose tokens are samples of these distributions
 
 
 @cache

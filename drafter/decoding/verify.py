@@ -16,24 +16,16 @@ from drafter.kernels.largest import argmax
 
 
 class AcceptedPath(NamedTuple):
-    """The accepted path of each row.
+    """The accepted path of each row, int64."""
 
-    Attributes:
-        path_BZ: node index at depth 0 .. L; beyond the accepted depth the last accepted node is repeated,
-            int64 [B, Z].
-        num_accepted_B: depth of the last accepted node (the root not counted), int64 [B].
-        bonus_B: the target's own token after the path, which is no node of the tree, int64 [B].
-    """
-
-    path_BZ: Tensor
-    num_accepted_B: Tensor
-    bonus_B: Tensor
+    path_BZ: Tensor  # node index at depth 0 .. L; the last accepted node is repeated beyond its depth
+    num_accepted_B: Tensor  # depth of the last accepted node (the root not counted)
+    bonus_B: Tensor  # the target's own token after the path, which is no node of the tree
 
     def emitted(self, candidates: Candidates) -> Tensor:
-        """Tokens that the step emits: the accepted path without its root, then the bonus token, then repeats.
+        """Tokens of the step, int64 [B, Z]: the path without its root, then the bonus token, which is repeated.
 
-        Returns:
-            int64 [B, Z]; the first ``num_accepted + 1`` entries of a row count.
+        The first ``num_accepted + 1`` entries of a row count.
         """
         depth_Z = torch.arange(self.path_BZ.shape[1], device=self.path_BZ.device)
         token_BZ = candidates.token_BN.gather(1, self.path_BZ)
@@ -42,19 +34,16 @@ class AcceptedPath(NamedTuple):
 
 
 def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> AcceptedPath:
-    """Walk from the root while the target's pick at a node is one of its children.
+    """Walk from the root while the target's pick at a node is one of its children; the accepted path.
 
     A node is on the walk when the node and all its ancestors equal the target's pick at their parents. Siblings hold
     different tokens, so the nodes on the walk form one path. The deepest node of the path is the last accepted node.
 
     Args:
         candidates: the verified tree.
-        pick_BN: the target's own pick at each node, int64 [B, N].
+        pick_BN: the target's own pick at each node, int64.
         ancestor_BNN: of :func:`drafter.decoding.tree.ancestors`.
         max_depth: L.
-
-    Returns:
-        The accepted path.
     """
     if native.takes(pick_BN):
         tree = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN
@@ -84,20 +73,17 @@ def accept_samples(
     keyed. (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.)
 
     Args:
-        candidates: chains, in which node i - 1 is the parent of node i, with ``log_q_BNV`` [B, N - 1, V]: entry i - 1
+        candidates: chains, in which node i - 1 is the parent of node i, with ``log_q_BGV``: entry i - 1
             is the log of the q from which node i was drawn. Padding nodes are always rejected and draw from p alone.
-        log_p_BNV: the target's warped log-probabilities at each node, [B, N, V].
-        seed_B: int64 [B].
-        position_BN: absolute position of the token after each node, int64 [B, N].
-        residual_noise_BNV: Gumbel noise, independent of the noise of the drafts, [B, N, V].
-
-    Returns:
-        The accepted path.
+        log_p_BNV: the target's warped log-probabilities at each node.
+        seed_B: int64.
+        position_BN: absolute position of the token after each node, int64.
+        residual_noise_BNV: Gumbel noise, independent of the noise of the drafts.
     """
-    assert candidates.log_q_BNV is not None
+    assert candidates.log_q_BGV is not None
     num_nodes = candidates.token_BN.shape[1]
     draft_BG = candidates.token_BN[:, 1:]
-    p_BNV, q_BGV = log_p_BNV.exp(), candidates.log_q_BNV.exp()
+    p_BNV, q_BGV = log_p_BNV.exp(), candidates.log_q_BGV.exp()
     p_BG = p_BNV[:, :-1].gather(2, draft_BG[:, :, None])[:, :, 0]
     q_BG = q_BGV.gather(2, draft_BG[:, :, None])[:, :, 0]
     coin_BG = uniform_noise(seed_B, position_BN[:, :-1], stream=STREAM_ACCEPT)

@@ -32,12 +32,9 @@ _NO_OPTIONS = RequestOptions()
 
 
 class Engine:
-    """Decodes batches of prompts with a target and, if given, a drafter.
-
-    The tokens equal the tokens of plain decoding. The configuration decides only the speed.
+    """Decodes batches of prompts. The tokens equal those of plain decoding; the configuration decides the speed alone.
 
     Attributes:
-        target, draft_model: the given models.
         drafter: the drafter in use, if there is one.
         plan: the settings in use.
 
@@ -46,7 +43,6 @@ class Engine:
         drafter: a trained drafter; needed for ``method="drafter"``.
         config: what the user asks for; None: all is open. A :class:`Plan` is used as it is.
         draft_model: a smaller model of the same tokenizer; needed for ``method="draft-model"``.
-        proposer: drafts instead of the proposer of ``plan.method``.
         sizer: chooses the tree of every step; None: as the plan says.
 
     Raises:
@@ -60,26 +56,24 @@ class Engine:
         config: EngineConfig | Plan | None = None,
         *,
         draft_model: Target | None = None,
-        proposer: Proposer | None = None,
         sizer: TreeSizer | None = None,
     ) -> None:
-        self.target, self.draft_model = target, draft_model
+        self.target, self._draft_model = target, draft_model
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
-        if proposer is not None or sizer is not None:
+        if sizer is not None:
             plan = replace(plan, tuned=None, is_live=False, max_drafted_rows=None)  # both belong to the plan's own tree
         elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)).plans)
         elif plan.is_live:
             sizer = LiveSizer(LIVE_TREES)
-        self.plan = plan
-        self._sizer = sizer if proposer is None else None
+        self.plan, self._sizer = plan, sizer
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:
             model.runtime.prepare_decoding()
         self.drafter = drafter
         self._plain: Proposer = RootOnly()
-        self.proposer, self._by_tree = (proposer, {}) if proposer is not None else self._proposers(drafter)
+        self.proposer, self._by_tree = self._proposers(drafter)
         if isinstance(self.proposer, RootOnly):  # perhaps of padded trees
             self._plain = self.proposer
         self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
@@ -95,8 +89,8 @@ class Engine:
 
         Args:
             target: alias, hub id, folder or .gguf file of the language model.
-            drafter: folder of an exported drafter, hub id, or name of a drafter of the package; None: the target's own
-                drafter where the package has one; ``"none"``: no drafter.
+            drafter: folder, hub id, or name of a drafter of the package; None: the target's own drafter where the
+                package has one; ``"none"``: no drafter.
             settings: fields of :class:`EngineOptions` (``dtype``, ``device``, ``method``, ``max_num_seqs``, ...).
 
         Raises:
@@ -108,8 +102,8 @@ class Engine:
     @classmethod
     def of(cls, options: EngineOptions) -> "Engine":
         """The engine of a command's options; errors as of :meth:`load`."""
-        loaded, drafter, draft_model = options.load_models()
-        return cls(loaded, drafter, options, draft_model=draft_model)
+        target, drafter, draft_model = options.load_models()
+        return cls(target, drafter, options, draft_model=draft_model)
 
     # -- whole calls -----------------------------------------------------------------------------------------------
 
@@ -186,6 +180,11 @@ class Engine:
         """Requests without a row."""
         return sum(not request.is_finished for request in self._scheduler.waiting)
 
+    @property
+    def num_failed_drafts(self) -> int:
+        """Steps that went on without drafts, because the drafts failed."""
+        return 0 if self._runner is None else self._runner.num_failed_drafts
+
     def reserve(self, num_slots: int) -> None:
         """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
 
@@ -199,20 +198,20 @@ class Engine:
                 f"a request needs {num_slots} slots but running rows have {self._runner and self._runner.num_slots}: "
                 "set --max-model-len to the longest prompt and answer together"
             )
-        num_slots = -(-num_slots // 64) * 64
-        self._scheduler = Scheduler(self.plan.max_num_seqs, shares_prefixes=self.plan.enable_prefix_caching)
+        num_slots, plan, proposer = -(-num_slots // 64) * 64, self.plan, self.proposer
+        self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner = None  # the old caches are freed before the new ones are made
-        self.proposer.reserve(0, 0)
-        check_fit(self._models, self.plan.max_num_seqs, num_slots, self.proposer.num_nodes)
-        if self.plan.compile:
-            for model, layers in zip(self._models, (self.proposer.context_layers, ()), strict=False):
+        proposer.reserve(0, 0)
+        check_fit(self._models, plan.max_num_seqs, num_slots, proposer.num_nodes)
+        if plan.compile:
+            for model, layers in zip(self._models, (proposer.context_layers, ()), strict=False):
                 if model.traits.is_compilable:
                     model.runtime.compile_layers(layers)
-        self._runner = Runner(self.target, self.plan, num_slots, self.proposer.context_layers)
-        self.proposer.reserve(self.plan.max_num_seqs, num_slots)
-        if self.plan.compile:
-            plain = [] if self.proposer.reads_every_token else [self._plain]
-            self._runner.warm_up([self.proposer, *self._by_tree.values(), *plain])
+        self._runner = Runner(self.target, plan, num_slots, proposer.context_layers)
+        proposer.reserve(plan.max_num_seqs, num_slots)
+        if plan.compile:
+            plain = [] if proposer.reads_every_token else [self._plain]
+            self._runner.warm_up([proposer, *self._by_tree.values(), *plain])
 
     def make_request(
         self,
@@ -263,7 +262,10 @@ class Engine:
         assert runner is not None, "step without a request"
         self._arrange(runner)
         rows = self._scheduler.rows
-        self._prefill(runner)
+        for run in neighbours(self._scheduler.prefill_chunks(self.plan.prefill_chunk)):
+            runner.prefill(run)
+            for chunk in run:
+                chunk.request.num_prefilled = chunk.stop
         active = [request for request in rows if request.is_prefilled]
         if not active:
             return []
@@ -288,12 +290,12 @@ class Engine:
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
         """Draft with another drafter of the same target from the next step on. Call between steps.
 
-        Running requests go on with the same tokens. Trees and measured sizes stay. The steps of the new drafter are
-        compiled, or tried once, before the old drafter goes.
+        The tokens of running requests, trees and measured sizes stay. The steps of the new drafter are compiled, or
+        tried once, before the old drafter goes.
 
         Raises:
-            ValueError: the engine has no drafter, or the new one does not fit the target or the settings, or reads
-                other hidden states than the running rows hold. The old drafter stays.
+            ValueError: the engine has no drafter, or the new one does not fit target, settings or running rows. The old
+                drafter stays.
         """
         if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")
@@ -308,8 +310,8 @@ class Engine:
     def drop(self, keep: int = 0) -> list[Request]:
         """After a step that raised: abort running requests, the latest first, until ``keep`` are left.
 
-        The remaining requests continue as if the step had not happened. No request remains if the step failed while
-        rows were set up. Waiting requests stay.
+        These go on as if the step had not happened, and waiting requests stay. No running request remains if the step
+        failed while rows were set up.
 
         Returns:
             The aborted requests.
@@ -334,11 +336,6 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    @property
-    def num_failed_drafts(self) -> int:
-        """Steps that went on without drafts, because the drafts failed."""
-        return 0 if self._runner is None else self._runner.num_failed_drafts
-
     def _watch(self, accepted: list[int]) -> None:
         """End drafting after many steps without an accepted draft, which only cost time."""
         if self.plan.method != "drafter":
@@ -359,7 +356,7 @@ class Engine:
         Raises:
             ValueError: a model does not fit, or the drafter's numbers over real texts are not finite.
         """
-        drafting, models = self.plan.drafting, (self.target, drafter, self.draft_model)
+        drafting, models = self.plan.drafting, (self.target, drafter, self._draft_model)
         by_tree: dict[Tree, Proposer] = {}
         for tree in sorted(self._sizer.trees if self._sizer is not None else (), key=lambda tree: -tree.tree_size):
             by_tree[tree] = self._plain if tree.is_plain else replace(drafting, **tree._asdict()).build(*models)
@@ -398,12 +395,6 @@ class Engine:
             self._is_sized = True
             return self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
         return self.proposer
-
-    def _prefill(self, runner: Runner) -> None:
-        for run in neighbours(self._scheduler.prefill_chunks(self.plan.prefill_chunk)):
-            runner.prefill(run)
-            for chunk in run:
-                chunk.request.num_prefilled = chunk.stop
 
     @property
     def _max_model_len(self) -> int:

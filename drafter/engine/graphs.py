@@ -17,15 +17,12 @@ T = TypeVar("T")
 class Graphs:
     """Records functions as CUDA graphs at their first calls, and replays them afterwards.
 
-    Attributes:
-        is_recording: nothing that is launched now runs.
-
     A recorded function reads tensors that keep their addresses, and returns tensors whose content holds until the next
-    call. All graphs share one pool of memory: only one of them runs at a time, in the thread that calls, whichever that
-    is. The graphs of an owner go with the owner.
+    call. All graphs share one pool of memory, because only one runs at a time, in the thread that calls.
 
-    Args:
+    Attributes:
         is_on: False: every function runs as it is.
+        is_recording: nothing that is launched now runs.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -39,7 +36,7 @@ class Graphs:
         """The result of a function without arguments.
 
         Args:
-            owner: lives as long as the graph is of use, and is no part of the function's results.
+            owner: lives as long as the graph, and is no part of the function's results.
             key: everything that the function reads besides the numbers in tensors.
             function: launches kernels, and waits for nothing.
         """

@@ -24,27 +24,23 @@ def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) ->
     """Token ids of user messages, conversations and lists of token ids; ``raw``: texts without chat template.
 
     Raises:
-        ValueError: a single prompt in place of a list, a list of anything but messages or token ids, or the chat
-            template fails or reaches a limit.
+        ValueError: a prompt of another form, a single prompt in place of a list, or a chat template that fails.
     """
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int)):
         raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
-    encoded: dict[int, list[int]] = {}
-    chats: dict[int, Chat] = {}
-    for place, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and raw:
-            encoded[place] = target.encode(prompt)
-        elif isinstance(prompt, str):
-            chats[place] = Chat([{"role": "user", "content": prompt}])
+    forms: list[Chat | list[int]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            forms.append(target.encode(prompt) if raw else Chat([{"role": "user", "content": prompt}]))
         elif messages := [item for item in prompt if isinstance(item, Mapping)]:
             if len(messages) < len(prompt):
                 raise ValueError(f"a prompt mixes messages and other things: {prompt!r}")
-            chats[place] = Chat(messages)
+            forms.append(Chat(messages))
         else:
-            encoded[place] = list(map(_token_id, prompt))
-    if chats:
-        encoded |= zip(chats, target.encode_chats(list(chats.values())), strict=True)
-    return [encoded[place] for place in range(len(prompts))]
+            forms.append(list(map(_token_id, prompt)))
+    chats = [form for form in forms if isinstance(form, Chat)]
+    encoded = iter(target.encode_chats(chats) if chats else ())
+    return [next(encoded) if isinstance(form, Chat) else form for form in forms]
 
 
 def _token_id(token: object) -> int:
@@ -59,14 +55,12 @@ class IncrementalText:
     """Text of a growing list of token ids.
 
     The text of a list of tokens is not the sum of the texts of the tokens (spaces, byte pieces). So a short window of
-    earlier tokens is decoded together with the new token, and the difference is the new text: one call of the decoder
-    a token, and one more where the window moves on. Text that may become part of a stop string, or that ends within a
-    character, is held back.
+    earlier tokens is decoded together with the new token, and the difference is the new text. Text that may become part
+    of a stop string, or that ends within a character, is held back.
 
     Attributes:
         is_stopped: True after a stop string; ``text`` ends before the stop string.
-        ends: length of the text after each token. A token in the middle of a character adds nothing; the last token of
-            the character adds the character.
+        ends: length of the text after each token; the last token of a character adds the whole character.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -83,11 +77,9 @@ class IncrementalText:
     @property
     def text(self) -> str:
         """All text that later tokens cannot change; the held back rest comes with later tokens or :meth:`finish`."""
-        held = 0  # characters that may begin a stop string
-        if not self.is_stopped:
-            beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
-            held = max((len(each) for each in beginnings if self._seen.endswith(each)), default=0)
-        return self._seen[: len(self._seen) - held]
+        # Characters that may begin a stop string are held back.
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if self._seen.endswith(stop[:size]))
+        return self._seen[: len(self._seen) - (0 if self.is_stopped else max(sizes, default=0))]
 
     def push(self, token_id: int) -> None:
         """Add one token."""
@@ -126,54 +118,32 @@ class IncrementalText:
 
 @dataclass(frozen=True)
 class RequestOptions(Checked):
-    """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens).
+    """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens)."""
 
-    Attributes:
-        speculate: False: no drafts, one token per target forward. A step of such requests alone is plain decoding.
-        num_logprobs: return the log-probabilities of the tokens and of this number of likeliest tokens at each
-            position; None: return none.
-        want_tree: return the draft tree of every step.
-    """
-
-    speculate: bool = True
+    speculate: bool = True  # False: no drafts. A step of such requests alone is plain decoding
+    # Return the log-probabilities of the tokens and of this number of likeliest tokens at each position.
     num_logprobs: int | None = within(None, low=0, high=2**31)
-    want_tree: bool = False
+    want_tree: bool = False  # return the draft tree of every step
 
 
 @dataclass
 class Request:
-    """A prompt and its answer, which grows step by step.
+    """A prompt and its answer, which grows step by step. Times are those of ``time.perf_counter``."""
 
-    Attributes:
-        request_id: unique within an engine.
-        prompt_ids: token ids of the prompt, at least one.
-        params: how to answer.
-        limit: most tokens of the answer (``max_new_tokens``, or fewer where the context ends).
-        stop_ids: tokens that end the answer.
-        incremental_text: makes :attr:`text`; None: the caller wants no text.
-        options: further options of the caller.
-        token_ids: generated tokens, a produced stop token included.
-        num_accepted: accepted draft tokens of each step.
-        num_prefilled: prompt tokens in the cache. The last prompt token is never prefilled: it is the first root.
-        num_shared: prefilled tokens whose keys and values were copied from another row.
-        finish_reason: None while running; ``stop``, ``length``, or ``abort`` for an aborted request.
-        started, first_token: times of the first prefill and of the first generated token.
-    """
-
-    request_id: int
-    prompt_ids: list[int]
+    request_id: int  # unique within an engine
+    prompt_ids: list[int]  # at least one
     params: SamplingParams
-    limit: int
-    stop_ids: frozenset[int]
-    incremental_text: IncrementalText | None = field(default=None, repr=False)
+    limit: int  # most tokens of the answer: ``max_new_tokens``, or fewer where the context ends
+    stop_ids: frozenset[int]  # tokens that end the answer
+    incremental_text: IncrementalText | None = field(default=None, repr=False)  # None: the caller wants no text
     options: RequestOptions = field(default_factory=RequestOptions)
-    row: int = -1
-    token_ids: list[int] = field(default_factory=list)
-    num_accepted: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
-    num_shared: int = 0
-    finish_reason: FinishReason | None = None
-    started: float | None = None
+    row: int = -1  # of the cache; -1 while the request waits, and after its end
+    token_ids: list[int] = field(default_factory=list)  # generated, a produced stop token included
+    num_accepted: list[int] = field(default_factory=list)  # draft tokens of each step
+    num_prefilled: int = 0  # prompt tokens in the cache, never the last one, which is the first root
+    num_shared: int = 0  # prefilled tokens whose keys and values were copied from another row
+    finish_reason: FinishReason | None = None  # None while running; abort: the request was taken out
+    started: float | None = None  # time of the first prefill
     first_token: float | None = None
     finished: float | None = None
 
@@ -215,13 +185,9 @@ class Request:
         return (self.finished or time.perf_counter()) - self.started
 
     def extend(self, emitted: Sequence[int]) -> list[int]:
-        """Append the tokens of a step, cut exactly where decoding token by token would have ended.
+        """Append the tokens of a step, cut exactly where decoding token by token would have ended; the appended tokens.
 
-        Args:
-            emitted: the accepted draft tokens, then the bonus token.
-
-        Returns:
-            The appended tokens.
+        ``emitted`` are the accepted draft tokens, then the bonus token.
         """
         assert self.finish_reason is None
         if self.first_token is None:
@@ -251,11 +217,9 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """A generated token under the target's own distribution (temperature 1, no filters).
+    """A generated token's natural log-probability under the target's own distribution (temperature 1, no filters).
 
-    Attributes:
-        logprob: natural logarithm of its probability.
-        top: the likeliest tokens at its position, (token id, logprob), best first.
+    ``top`` lists the likeliest tokens at its position, (token id, logprob), best first.
     """
 
     logprob: float
@@ -267,7 +231,7 @@ class StepTree(NamedTuple):
 
     Attributes:
         token_ids: tokens of the nodes; node 0 is the root, chosen by the step before.
-        parents: index of each node's parent; the parent of the root is the root.
+        parents: index of each node's parent; the root is its own parent.
         path: nodes of the accepted path, root included.
         bonus_id: the target's own token after the path.
     """

@@ -44,19 +44,11 @@ _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so tha
 
 
 class _Wanted(NamedTuple):
-    """What the requests of a step ask for besides tokens.
+    """What the requests of a step ask for besides tokens."""
 
-    Attributes:
-        row_A: rows with log-probabilities.
-        num_top: likeliest tokens of each position, at least; None: no row has log-probabilities.
-        has_tree: some row shows its tree.
-        has_plain_rows: some row takes no drafts.
-    """
-
-    row_A: Tensor
-    num_top: int | None
-    has_tree: bool
-    has_plain_rows: bool
+    row_A: Tensor | None  # rows with log-probabilities; None: all
+    num_top: int | None  # likeliest tokens of each position, at least; None: no row has log-probabilities
+    has_tree: bool  # some row shows its tree
 
 
 class Runner:
@@ -67,16 +59,13 @@ class Runner:
         plan: its number of rows, acceptance rule, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
-
-    Attributes:
-        num_failed_drafts: steps that went on without drafts, because the drafts failed.
     """
 
     def __init__(self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...]) -> None:
         self.target = target
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
-        self.num_failed_drafts = 0
+        self.num_failed_drafts = 0  # steps that went on without drafts, because the drafts failed
         self._context_layers = context_layers
         self._is_rejection = plan.drafting.is_rejection
         device = target.device
@@ -89,7 +78,6 @@ class Runner:
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
-        self._row_B = torch.arange(num_rows, device=device)
         # What the host decides, in one buffer of fixed address; graphs read views of it.
         self._params = [_NO_PARAMS] * num_rows
         self._decided: tuple[list[SamplingParams], list[bool], list[bool]] = [], [], []
@@ -131,11 +119,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Write prompt tokens of neighbouring rows to the cache in one forward, padded to the longest chunk.
-
-        Args:
-            chunks: of consecutive rows in rising order.
-        """
+        """Write prompt tokens of consecutive rows, in rising order, in one forward that is padded to the longest."""
         first = chunks[0].request.row
         assert [chunk.request.row for chunk in chunks] == list(range(first, first + len(chunks)))
         sizes = [chunk.stop - chunk.start for chunk in chunks]
@@ -165,19 +149,16 @@ class Runner:
     def step(
         self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int
     ) -> list[StepResult]:
-        """Propose, verify, accept, commit for the rows 0 .. num_rows-1.
+        """Propose, verify, accept, commit for the rows 0 .. num_rows-1; the result of each request.
 
         Args:
             proposer: drafts the trees.
             num_rows: B.
             requests: the requests that decode; other rows (in prefill, or padding of a bucket) only keep the shape.
             max_committed: committed slots of the longest row, known to the host.
-
-        Returns:
-            The result of each request.
         """
         self._tell(requests)
-        wanted = self._wanted(requests, num_rows)
+        wanted = self._wanted(requests)
         warp = self._warp._replace(**{name: view_B[:num_rows] for name, view_B in self._warp_views.items()})
         rows = RowState(
             root_B=self._root_B[:num_rows],
@@ -197,16 +178,15 @@ class Runner:
     def _run(
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A step on the device. What it reads besides tensors of fixed addresses is in the key of its graph.
+        """A step on the device: its results as packed words, and the results.
 
-        Returns:
-            The results as packed words, and the results.
+        What a step reads besides tensors of fixed addresses is in the key of its graph.
         """
         has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
-        if wanted.has_plain_rows and proposer.max_depth > 0:
+        if proposer.max_depth > 0:
             is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
@@ -228,10 +208,11 @@ class Runner:
         candidates = RootOnly(proposer.num_nodes).propose(rows, noise)
         if self._is_rejection:  # padding has no q, but the rule reads one
             shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
-            candidates = candidates._replace(log_q_BNV=torch.zeros((), device=self._root_B.device).expand(shape))
+            candidates = candidates._replace(log_q_BGV=torch.zeros((), device=self._root_B.device).expand(shape))
         return candidates
 
     def _count_failure(self, reason: str) -> None:
+        """Count a step whose drafts failed, and name the first one in the log."""
         if not self.num_failed_drafts:
             _log.warning("a step goes on without drafts, which failed: %s", reason)
         self.num_failed_drafts += 1
@@ -244,14 +225,14 @@ class Runner:
         emitted_BZ: Tensor,
         wanted: _Wanted,
     ) -> dict[str, Tensor]:
-        """What :meth:`_hand_out` reads: whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then,
-        where a request asks for them, log-probabilities of the rows that ask, and the trees of all rows.
+        """Whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then, where a request asks for them,
+        log-probabilities of the rows that ask, and the trees of all rows.
         """
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
         results = {"line": torch.cat([failed_B[:, None], number_B[:, None], emitted_BZ], dim=1)}
         if wanted.num_top is not None:
-            row_A = wanted.row_A
+            row_A = torch.arange(len(number_B), device=number_B.device) if wanted.row_A is None else wanted.row_A
             # The token emitted at depth d was picked by the target at the path's node of depth d.
             logprob_AZV = logits_BNV[row_A[:, None], accepted.path_BZ[row_A]].float().log_softmax(dim=2)
             picked_AZ1 = logprob_AZV.gather(2, emitted_BZ[row_A][:, :, None])
@@ -287,7 +268,7 @@ class Runner:
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Record the steps of these proposers for every bucket of rows, with a bar; without graphs, try each once.
 
-        The steps have no active row and change nothing.
+        These steps have no active row and change nothing.
         """
         buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
         is_on = self._graphs.is_on
@@ -317,25 +298,19 @@ class Runner:
         self._decided_X.copy_(to_device(self.target.device, torch.cat([part.view(torch.uint8) for part in parts]))[0])
         self._decided = list(self._params), is_active, is_drafted
 
-    def _wanted(self, requests: Sequence[Request], num_rows: int) -> _Wanted:
+    def _wanted(self, requests: Sequence[Request]) -> _Wanted:
         num_logprobs = _num_logprobs(requests)
-        num_top = max(num_logprobs.values(), default=None)
-        row_A = self._row_B[:num_rows]
-        if num_top is not None:
-            if self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
-                num_top = 1 << (num_top - 1).bit_length() if num_top else 0
-            else:
-                row_A = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
-        has_plain_rows = any(not request.options.speculate for request in requests)
-        return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests), has_plain_rows)
+        num_top, row_A = max(num_logprobs.values(), default=None), None
+        if num_top and self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
+            num_top = 1 << (num_top - 1).bit_length()
+        elif num_logprobs and not self._graphs.is_on:
+            row_A = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
+        return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests))
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
-        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
-
-        Keys and values of all nodes go to the next free slots.
-        """
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
         token_BN, depth_BN = candidates.token_BN, candidates.depth_BN
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
         length_B1 = rows.length_B[:, None]
@@ -432,14 +407,11 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:
-    """Refuse an engine whose caches and logits do not fit, before they are allocated.
+    """Refuse an engine whose caches and logits do not fit, before they are allocated (ValueError with both numbers).
 
     Args:
         models: the target and, if there is one, the draft model, which has a cache of its own.
         num_rows, num_slots, num_nodes: B, S, N.
-
-    Raises:
-        ValueError: the memory is too small; the message has both numbers.
     """
     target = models[0]
     free = [available_bytes(device) for device in {*target.traits.layer_devices, target.device}]

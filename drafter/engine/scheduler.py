@@ -1,7 +1,7 @@
 """Scheduler: assigns rows to requests and prompt tokens to steps, and shares the beginnings of prompts. No tensors."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from os.path import commonprefix
 from typing import NamedTuple
 
@@ -21,17 +21,11 @@ class PrefillChunk(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The changes between two steps, in order.
+    """The changes between two steps, in order."""
 
-    Attributes:
-        moves: rows that move: source, destination.
-        copies: slots to copy: source row, destination row, number of slots.
-        started: requests that started, with their rows set and ``num_shared`` tokens in the cache.
-    """
-
-    moves: list[tuple[int, int]]
-    copies: list[tuple[int, int, int]]
-    started: list[Request]
+    moves: list[tuple[int, int]]  # rows that move: source, destination
+    copies: list[tuple[int, int, int]]  # slots to copy: source row, destination row, number of slots
+    started: list[Request]  # with their rows set and ``num_shared`` tokens in the cache
 
 
 class Scheduler:
@@ -105,9 +99,8 @@ class Scheduler:
 class PrefixIndex:
     """The token ids whose keys and values are in each row of the cache, for running and finished requests.
 
-    Keys and values depend on a token and the tokens before the token only, so the common prefix of a row and a new
-    prompt can be copied. The slots of a finished request stay until a new request needs the row. The content then moves
-    to the vacant row that was used longest ago.
+    The common prefix of a row and a new prompt can be copied. The slots of a finished request stay until a new request
+    needs the row; then they move to the vacant row that was used longest ago.
     """
 
     def __init__(self) -> None:
@@ -130,12 +123,7 @@ class PrefixIndex:
         """Give a row to a new prompt, which takes the longest prefix that any row holds.
 
         The last two prompt tokens are never shared: the last is the first root, and the prefill of the one before it
-        gives the drafter its context.
-
-        Args:
-            row: the row. Its content is saved in a vacant row, unless the prompt takes the same tokens.
-            prompt_ids: the prompt.
-            vacant: rows without a request.
+        gives the drafter its context. The row's content is saved in a ``vacant`` row, unless the prompt takes it.
 
         Returns:
             The copies (source row, destination row, number of slots), and the number of tokens that the prompt takes.
@@ -173,18 +161,14 @@ def bucket(num_rows: int) -> int:
     return 1 << (num_rows - 1).bit_length()
 
 
-def neighbours(chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+def neighbours(chunks: list[PrefillChunk]) -> list[list[PrefillChunk]]:
     """Chunks in groups of consecutive rows and similar length, so that padding wastes less than half."""
-    run: list[PrefillChunk] = []
-    smallest = largest = 0
+    runs: list[list[PrefillChunk]] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.request.row):
-        size = chunk.stop - chunk.start
-        if run and chunk.request.row == run[-1].request.row + 1 and max(largest, size) <= 2 * min(smallest, size):
-            smallest, largest = min(smallest, size), max(largest, size)
+        run = runs[-1] if runs else []
+        sizes = [item.stop - item.start for item in (*run, chunk)]
+        if run and chunk.request.row == run[-1].request.row + 1 and max(sizes) <= 2 * min(sizes):
+            run.append(chunk)
         else:
-            if run:
-                yield run
-            run, smallest, largest = [], size, size
-        run.append(chunk)
-    if run:
-        yield run
+            runs.append([chunk])
+    return runs

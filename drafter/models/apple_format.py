@@ -33,75 +33,54 @@ _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
 def to_apple(
     config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Our tensors under their published names, in the dtype of ``head.weight``.
+    """A drafter's tensors under their published names, in the dtype of ``head.weight``.
 
-    Args:
-        config: the drafter's config.
-        tensors: its state dict.
-        output_weight_VD: the target's output matrix; needed for a tied head.
+    ``output_weight_VD`` is the target's output matrix, for a tied head.
 
     Raises:
         ValueError: the format cannot express a field of the drafter; the message names the field.
     """
     _check_expressible(config)
-    dtype = tensors["head.weight"].dtype
-    scale_E = torch.ones(2 * config.hidden_size, device=tensors["head.weight"].device)
+    head = tensors["head.weight"]
+    scale_E = torch.ones(2 * config.hidden_size, device=head.device)
     scale_E[: config.hidden_size] = config.hidden_scale
-
-    def scaled(weight_OE: Tensor) -> Tensor:
-        """With hidden_scale folded into the h half, in float32."""
-        return weight_OE.float() * scale_E
-
-    found = {
-        "rnn_w.weight": (tensors["cell.w.weight"].float() * config.embedding_scale).to(dtype),
-        "rnn_u.weight": tensors["cell.u.weight"],
-        "rnn_u.bias": tensors["cell.u.bias"],
-    }
+    own = {**tensors, "cell.w.weight": (tensors["cell.w.weight"].float() * config.embedding_scale).to(head.dtype)}
     for block in range(config.num_res_blocks):
-        weight, down = tensors[f"blocks.{block}.linear.weight"], tensors.get(f"blocks.{block}.down.weight")
+        name = f"blocks.{block}.linear.weight"
+        weight, down = own[name], own.get(f"blocks.{block}.down.weight")
         if down is not None:  # a low-rank block: its two narrow matrices are multiplied out in float32
             weight = (weight.float() @ down.float()).to(weight.dtype)
-        found[f"lm_head.{block}.linear.weight"] = scaled(weight).to(dtype)
-        found[f"lm_head.{block}.linear.bias"] = tensors[f"blocks.{block}.linear.bias"]
-    if config.head == "full":
-        head = scaled(tensors["head.weight"]).to(dtype)
-    elif config.head == "tied" and output_weight_VD is None:
-        raise ValueError("a drafter with head 'tied' is multiplied out with its target's output matrix: give --target")
-    else:
+        own[name] = (weight.float() * scale_E).to(head.dtype)
+    scaled = head.float() * scale_E
+    if config.head == "tied":
+        if output_weight_VD is None:
+            raise ValueError(
+                "a drafter with head 'tied' is multiplied out with its target's output matrix: give --target"
+            )
         # From the unrounded product of scale and weight, so that only the result is rounded.
-        assert output_weight_VD is not None
-        head_DE = scaled(tensors["head.weight"])
-        parts = [
-            (rows.float() @ head_DE.to(rows.device)).to(dtype).cpu() for rows in output_weight_VD.split(_CHUNK_ROWS)
-        ]
-        head = torch.cat(parts)
-    found[f"lm_head.{config.num_res_blocks}.weight"] = head
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+        parts = output_weight_VD.split(_CHUNK_ROWS)
+        scaled = torch.cat([(rows.float() @ scaled.to(rows.device)).to(head.dtype).cpu() for rows in parts])
+    own["head.weight"] = scaled.to(head.dtype)
+    names = _own_names(config.num_res_blocks)
+    return {published: own[name].detach().cpu().contiguous() for published, name in names.items()}
 
 
 def from_apple(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Published tensors under our names.
-
-    Args:
-        config: of :func:`config_from_apple`.
-        tensors: the file's.
-
-    Raises:
-        ValueError: a tensor is missing or unknown.
-    """
-    names = {
-        "rnn_w.weight": "cell.w.weight",
-        "rnn_u.weight": "cell.u.weight",
-        "rnn_u.bias": "cell.u.bias",
-        f"lm_head.{config.num_res_blocks}.weight": "head.weight",
-    }
-    for block in range(config.num_res_blocks):
-        for part in ("weight", "bias"):
-            names[f"lm_head.{block}.linear.{part}"] = f"blocks.{block}.linear.{part}"
+    """Published tensors under our names (ValueError: a tensor is missing or unknown)."""
+    names = _own_names(config.num_res_blocks)
     for name in sorted(names.keys() ^ tensors.keys()):
         raise ValueError(f"published checkpoint: tensor {name!r} is {'missing' if name in names else 'unknown'}")
     found = {own: tensors[name] for name, own in names.items()}
     return {**found, "draft_token_ids_R": torch.arange(config.vocab_size)}
+
+
+def _own_names(num_blocks: int) -> dict[str, str]:
+    """Our name of each published tensor."""
+    names = {"rnn_w.weight": "cell.w.weight", "rnn_u.weight": "cell.u.weight", "rnn_u.bias": "cell.u.bias"}
+    for block in range(num_blocks):
+        for part in ("weight", "bias"):
+            names[f"lm_head.{block}.linear.{part}"] = f"blocks.{block}.linear.{part}"
+    return {**names, f"lm_head.{num_blocks}.weight": "head.weight"}
 
 
 def config_to_apple(config: DrafterConfig) -> dict[str, Any]:

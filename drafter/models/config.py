@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
@@ -33,24 +32,7 @@ _LIBRARY_KEYS = {
 class DrafterConfig(PreTrainedConfig):
     """Shape of a recurrent drafter and the target it belongs to. Validated on construction; unknown keys are errors.
 
-    Attributes:
-        vocab_size: V, rows of the target's output matrix.
-        hidden_size: D, the target's hidden size, and the size of the recurrent state.
-        context: ``last``: the target's final hidden state; ``fused``: hidden states of ``context_layers``, each
-            normalised, through one linear layer.
-        context_layers: indices into the target's hidden states (0 = embeddings), the final one last; only with
-            ``fused``.
-        head: ``full``: own R x 2D output matrix, as published; ``tied``: a 2D -> D projection before the target's own
-            frozen output rows.
-        num_res_blocks: residual blocks x + SiLU(linear(x)) between [h; s] and the head.
-        block_rank: rank of the residual blocks' matrices (each a product of two narrow ones); None: full matrices.
-        draft_vocab_size: R, or None for the whole vocabulary.
-        draft_length: the depth of training.
-        hidden_scale: constant on the h half of a linear layer's input, which brings the half to rms 1.
-        embedding_scale: constant on e before the cell, which brings e to rms 1. Both fold into the weights.
-        target_name: name of the drafter's target, for messages and as a default.
-        target_revision: its hub revision, if any.
-        target_fingerprint: sample of the target's weights; empty = unchecked.
+    The two scales are constants that bring h and e to rms 1; both fold into the weights that read them.
 
     Raises:
         ValueError: a value out of range, or an unknown key.
@@ -59,20 +41,23 @@ class DrafterConfig(PreTrainedConfig):
     model_type = "recurrent_drafter"
 
     # The limits of the sizes lie far above every known model.
-    vocab_size: int = within(32000, low=2, high=2**24)
-    hidden_size: int = within(4096, low=1, high=2**18)
+    vocab_size: int = within(32000, low=2, high=2**24)  # V, rows of the target's output matrix
+    hidden_size: int = within(4096, low=1, high=2**18)  # D, of the target and of the recurrent state
+    # last: the target's final hidden state; fused: states of `context_layers`, each normalised, and a linear layer.
     context: str = "last"
+    # Indices into the target's hidden states (0 = embeddings), the final one last; only with `fused`.
     context_layers: tuple[int, ...] | list[int] = within((), low=0)
+    # full: an own R x 2D output matrix, as published; tied: a 2D -> D projection, and the target's own output rows.
     head: str = "full"
-    num_res_blocks: int = within(2, low=0, high=64)
-    block_rank: int | None = within(None, low=1, high=2**19)
-    draft_vocab_size: int | None = within(None, low=2, high=2**24)
-    draft_length: int = within(4, low=1, high=256)
-    hidden_scale: float = within(1.0, above=0.0)
-    embedding_scale: float = within(1.0, above=0.0)
-    target_name: str = ""
-    target_revision: str | None = None
-    target_fingerprint: str = ""
+    num_res_blocks: int = within(2, low=0, high=64)  # x + SiLU(linear(x)) between [h; s] and the head
+    block_rank: int | None = within(None, low=1, high=2**19)  # their matrices are products of two narrow ones
+    draft_vocab_size: int | None = within(None, low=2, high=2**24)  # R; None: the whole vocabulary
+    draft_length: int = within(4, low=1, high=256)  # depth of training
+    hidden_scale: float = within(1.0, above=0.0)  # of the h half of a linear layer's input
+    embedding_scale: float = within(1.0, above=0.0)  # of e before the cell
+    target_name: str = ""  # for messages, and as a default
+    target_revision: str | None = None  # on the hub
+    target_fingerprint: str = ""  # sample of the target's weights; empty: unchecked
 
     def __post_init__(self, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - _LIBRARY_KEYS)
@@ -110,11 +95,10 @@ class DrafterConfig(PreTrainedConfig):
         return self.hidden_size * (len(self.context_layers) if self.context == "fused" else 1)
 
     def _check(self) -> None:
-        for item in fields(self):
-            is_own = item.name in type(self).__annotations__
-            value, is_list = getattr(self, item.name), item.name == "context_layers"
-            if is_own and (isinstance(value, list) or (value is None and item.default is not None)) and not is_list:
-                raise ValueError(f"drafter {item.name} is {value} but must have one value")
+        for name in DrafterConfig.__annotations__:
+            value = getattr(self, name)
+            if isinstance(value, list) or (value is None and getattr(DrafterConfig, name) is not None):
+                raise ValueError(f"drafter {name} is {value} but must have one value")
         check_ranges(self, are_flags=False)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:

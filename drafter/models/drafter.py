@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
@@ -30,24 +30,6 @@ from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.parse import read_json_object
 
 _log = logging.getLogger(__name__)
-
-
-class TargetLike(Protocol):
-    """The properties of a target that a drafter needs."""
-
-    name: str
-    fingerprint: str
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def output_weight_VD(self) -> Tensor: ...
-
-    def output_rows(self, token_X: Tensor) -> Tensor: ...
 
 
 class RnnCell(nn.Module):
@@ -71,7 +53,7 @@ class RnnCell(nn.Module):
 class ResBlock(nn.Module):
     """x + SiLU(linear(x)). The residual stays in the target's own units, the linear layer reads scaled input.
 
-    With a rank the matrix is a product of two narrow ones, which a reader of dense matrices gets multiplied out.
+    With a rank the matrix is a product of two narrow ones.
     """
 
     def __init__(self, size: int, rank: int | None) -> None:
@@ -90,11 +72,6 @@ class RecurrentDrafter(nn.Module):
 
     A plain module with the methods of transformers' models that a drafter needs: the base class of those models takes
     two seconds to import, at every start of a command.
-
-    Attributes:
-        draft_token_ids_R: int64 buffer, draft index -> target token id, ascending; the identity when R == V.
-        output_rows_RD: rows of the target's output matrix for a tied head, set by :meth:`bind`; not in the state dict.
-        is_packed: the weights are packed for decoding on a CPU (:meth:`pack`).
     """
 
     config_class = DrafterConfig  # read by transformers' AutoModel
@@ -108,8 +85,10 @@ class RecurrentDrafter(nn.Module):
         self.cell = RnnCell(size, config.embedding_scale)
         self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
         self.head = nn.Linear(2 * size, size if config.head == "tied" else config.num_outputs, bias=False)
+        # Draft index -> target token id, ascending; the identity when R == V.
         self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
         self.draft_token_ids_R: Tensor
+        # Of the target, for a tied head: set by `bind`, and not in the state dict.
         self.output_rows_RD: Tensor | None = None
         self._packed_rows: PackedMatrix | Int8Matrix | None = None
         self.is_packed = False
@@ -131,9 +110,7 @@ class RecurrentDrafter(nn.Module):
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
-        """Read a drafter in the published format (:mod:`drafter.models.apple_format`).
-
-        The drafter knows nothing of its target but the sizes: any target of these sizes is accepted.
+        """A drafter in the published format (:mod:`drafter.models.apple_format`), for any target of its sizes.
 
         Raises:
             OSError: no such checkpoint.
@@ -165,7 +142,7 @@ class RecurrentDrafter(nn.Module):
 
         Raises:
             ValueError: a file is damaged, or config and tensors do not make a drafter; one line names the part.
-            OSError: no such folder, or the hub has no such name.
+            OSError: there is no such folder, here or on the hub.
         """
         folder = Path(name)
         if not folder.is_dir():
@@ -208,7 +185,7 @@ class RecurrentDrafter(nn.Module):
         """Floating point type of the weights."""
         return next(self.parameters()).dtype
 
-    def bind(self, target: TargetLike) -> Self:
+    def bind(self, target: Any) -> Self:
         """Check that this is the drafter's target and, for a tied head, take its output rows.
 
         The rows [R, D] are one contiguous tensor in the drafter's dtype: reading them is what a drafting step costs.
@@ -217,10 +194,9 @@ class RecurrentDrafter(nn.Module):
         Raises:
             ValueError: another target than the one the drafter was trained for; both are named.
         """
-        config = self.config
-        check_target(config, target)
-        if config.head == "tied":
-            is_whole = len(self.draft_token_ids_R) == config.vocab_size
+        check_target(self.config, target)
+        if self.config.head == "tied":
+            is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
             rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
             self._pack_rows()
@@ -229,7 +205,7 @@ class RecurrentDrafter(nn.Module):
     def pack(self) -> Self:
         """Pack the weights for the CPU's kernels (:mod:`drafter.kernels.packed`), for decoding only.
 
-        The weights become 8-bit weights where the CPU is faster with them. The plain weights stay as well. Call this
+        The weights are rounded to 8 bits where the CPU is faster with them; the plain weights stay as well. Call this
         method where ``can_pack`` holds, before or after :meth:`bind`.
         """
         self.is_packed = True
@@ -338,7 +314,7 @@ class RecurrentDrafter(nn.Module):
         return torch.cat([hidden_XD * scale, state_XD], dim=-1)
 
 
-def check_target(config: DrafterConfig, target: TargetLike) -> None:
+def check_target(config: DrafterConfig, target: Any) -> None:
     """Check that this is the drafter's target; ValueError that names both targets if not."""
     mine = f"the drafter was trained for target {config.target_name or 'unknown'!r}"
     for what, wanted, found in (

@@ -25,42 +25,30 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], vocab_size: int, where: str) -> None:
-    """Check the tensors that a drafter is made of.
+    """Refuse the tensors of a file that do not make a drafter (ValueError naming ``where`` and the tensor).
 
-    Args:
-        tensors: the tensors of the file.
-        wanted: tensors with the names and shapes of the drafter's config.
-        vocab_size: V.
-        where: the file, for messages.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, of another shape or type, or holds NaN or infinity; draft token ids
-            are out of range or do not ascend. The message names the tensor.
+    ``wanted`` has the names and shapes of the drafter's config. A tensor may be missing, unknown, of another shape or
+    type, or hold NaN or infinity; draft token ids may be out of range or not ascend.
     """
     for name in sorted(wanted.keys() ^ tensors.keys()):
         raise ValueError(f"{where}: tensor {name!r} is {'missing' if name in wanted else 'unknown'}")
     dtype = next(tensor.dtype for name, tensor in tensors.items() if name != TOKEN_IDS)
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"{where}: tensor {name!r} has shape {list(tensor.shape)}, the drafter's config asks for "
-                f"{list(wanted[name].shape)}"
-            )
-        if name == TOKEN_IDS:
-            _check_token_ids(tensor, vocab_size, f"{where}: tensor {name!r}")
-        elif tensor.dtype not in FLOATS.values() or tensor.dtype != dtype:
-            raise ValueError(
-                f"{where}: tensor {name!r} is of type {tensor.dtype}, but all weights must be of one type of "
-                f"{', '.join(FLOATS)}"
-            )
-        elif not torch.isfinite(tensor).all():
-            raise ValueError(f"{where}: tensor {name!r} holds NaN or infinity: export the drafter again")
+        if fault := _fault_of(name, tensor, wanted[name].shape, dtype, vocab_size):
+            raise ValueError(f"{where}: tensor {name!r} {fault}")
 
 
-def _check_token_ids(token_ids_R: Tensor, vocab_size: int, where: str) -> None:
-    if token_ids_R.dtype != torch.int64:
-        raise ValueError(f"{where} is of type {token_ids_R.dtype}, but token ids are int64")
-    if not bool((token_ids_R.diff() > 0).all()):
-        raise ValueError(f"{where} does not ascend: every draft token id must be larger than the one before")
-    if token_ids_R[0] < 0 or token_ids_R[-1] >= vocab_size:
-        raise ValueError(f"{where} holds ids outside the target's vocabulary of {vocab_size} tokens")
+def _fault_of(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, vocab_size: int) -> str:
+    """The fault of a tensor in words; empty if there is none."""
+    if tensor.shape != shape:
+        return f"has shape {list(tensor.shape)}, the drafter's config asks for {list(shape)}"
+    if name == TOKEN_IDS:
+        if tensor.dtype != torch.int64:
+            return f"is of type {tensor.dtype}, but token ids are int64"
+        if not bool((tensor.diff() > 0).all()):
+            return "does not ascend: every draft token id must be larger than the one before"
+        is_outside = bool(tensor[0] < 0 or tensor[-1] >= vocab_size)
+        return f"holds ids outside the target's vocabulary of {vocab_size} tokens" if is_outside else ""
+    if tensor.dtype not in FLOATS.values() or tensor.dtype != dtype:
+        return f"is of type {tensor.dtype}, but all weights must be of one type of {', '.join(FLOATS)}"
+    return "" if torch.isfinite(tensor).all() else "holds NaN or infinity: export the drafter again"

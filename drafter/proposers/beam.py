@@ -1,7 +1,7 @@
 """BeamProposer: beam search with the recurrent drafter; the nodes of the search form the tree.
 
 Shapes: B rows · W beam width (1 at the first step) · L draft length · R draft vocabulary · V target vocabulary ·
-D hidden size · C context size · S cache slots · M drafted nodes · K children of a beam.
+D hidden size · C context size · T tokens of a text · M drafted nodes · K children of a beam.
 """
 
 from collections.abc import Mapping
@@ -21,25 +21,16 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, mix
 from drafter.proposers.native_search import NativeSearch, can_search
 from drafter.proposers.options import COPY_DEPTH, Drafting
-from drafter.proposers.trial import check_drafts
 from drafter.targets.target import Target
 from drafter.utils.validate import within
+
+_TRIAL_TEXTS = ("Why is the sea salty?", "def add(a, b):\n    return a + b\n", "1 2 3 4 5 6 7 8 9 10")
+_TRIAL_TOKENS = 16  # of each text
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamDrafting(Drafting):
-    """Numbers and switches of a beam search of the drafter.
-
-    Attributes:
-        beam_width: W, beams of the drafter kept at each drafting step.
-        draft_length: L, drafting steps of the drafter.
-        tree_size: N, nodes that the target verifies in one forward, root included.
-        copying: mix the drafter's distribution with the token that followed the same tokens earlier in the text.
-        coupled: rank drafts by the noise of sampling, which decides the target's next picks.
-        tau: softness of the ranking: children are ranked by (log q / temperature + noise_weight * noise) / tau.
-        noise_weight: weight of the noise in the ranking. The noise has the scale of the target's p; the drafter's q is
-            flatter, so a weight below 1 ranks better.
-    """
+    """Numbers and switches of a beam search of the drafter: :class:`BeamProposer` says what each does."""
 
     method: ClassVar = "drafter"
     has_tree: ClassVar = True
@@ -47,9 +38,9 @@ class BeamDrafting(Drafting):
     draft_length: int = within(4, low=1, high=32)
     tree_size: int = within(24, low=1, high=1024)
     copying: bool = True
-    coupled: bool = True
+    coupled: bool = True  # rank drafts by the noise of sampling, which decides the target's next picks
     tau: float = within(1.0, above=0.0)
-    noise_weight: float = within(0.8, low=0.0)
+    noise_weight: float = within(0.8, low=0.0)  # below 1, because the drafter's q is flatter than the target's p
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: RecurrentDrafter | None) -> Self:
@@ -82,11 +73,11 @@ class BeamDrafting(Drafting):
 
 
 class _Level(NamedTuple):
-    """The beams of one depth: tokens, the places of their parents among the beams above, and cumulative scores."""
+    """The beams of one depth."""
 
     token_BW: Tensor
-    beam_BW: Tensor
-    total_BW: Tensor
+    beam_BW: Tensor  # places of the parents among the beams above
+    total_BW: Tensor  # cumulative scores
 
 
 class BeamProposer(Proposer):
@@ -101,11 +92,6 @@ class BeamProposer(Proposer):
     alone lengthen the best beam (:mod:`drafter.proposers.copying`).
 
     The tree is the N - 1 most probable nodes of all steps, nodes of abandoned beams included.
-
-    Args:
-        drafter: a trained drafter.
-        target: its target.
-        drafting: numbers and switches of the search.
 
     Raises:
         ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer
@@ -145,9 +131,30 @@ class BeamProposer(Proposer):
                 drafter, target, self._index_V, self._odds_X, self.width, self.length, self.max_depth
             )
 
+    @torch.inference_mode()
     def check(self, target: Target) -> None:
-        """ValueError: the drafter's numbers over real texts are not finite."""
-        check_drafts(self.drafter, target, self.length)
+        """Draft after every token of some texts; finite weights may still give numbers that are not finite.
+
+        Raises:
+            ValueError: a logit is not finite, or a product refuses a number that is not.
+        """
+        encode: Any = target.tokenizer
+        texts = [encode(text, add_special_tokens=False)["input_ids"] for text in _TRIAL_TEXTS] if encode else []
+        spread = torch.arange(_TRIAL_TOKENS) * (target.vocab_size // _TRIAL_TOKENS)
+        for ids in (*filter(None, texts), spread.tolist()):
+            token_BT = torch.tensor([ids[: min(_TRIAL_TOKENS, target.max_length)]], device=target.device)
+            context_BTC = target.forward(token_BT, context_layers=self.context_layers).context_BTC
+            embedding_BTLD = self._embed(token_BT)[:, :, None].expand(-1, -1, self.length, -1)
+            try:
+                is_finite = bool(self.drafter(context_BTC, embedding_BTLD).isfinite().all())
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                is_finite = False
+            if not is_finite:
+                raise ValueError(
+                    "the drafter's numbers are not finite after real text: its weights are too large; train it again"
+                )
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """All nodes of the search; the score is the cumulative log-probability."""

@@ -1,7 +1,7 @@
 """Copying: mixes the drafter's distribution with the token that followed the same tokens earlier in the text.
 
-A drafter reads one hidden state and does not see the text. At each beam, the longest earlier occurrence of the beam's
-last tokens names one token: the token after the occurrence. The beam's distribution becomes
+A drafter reads one hidden state and does not see the text. The longest earlier occurrence of a beam's last tokens names
+one token: the token after the occurrence. The beam's distribution becomes
 
     (1 - share) q + share [the named token]
 
@@ -34,29 +34,16 @@ SHARES = (0.14, 0.41, 0.55, 0.7, 0.74, 0.74, 0.78, 0.86)
 
 
 class Copies(NamedTuple):
-    """Earlier occurrences of the last tokens of every beam, and the odds of the tokens that follow them.
+    """Earlier occurrences of the last tokens of every beam, and the odds of the tokens that follow them."""
 
-    Attributes:
-        token_BS: the text's token ids by position, int64.
-        next_BS: the token behind each position; -1 from the root on.
-        length_BWS: length of the match that ends at each position and continues at the next, 0 = none, int64.
-        odds_X: log(share / (1 - share)) by the length of an only match; -inf for 0.
-    """
-
-    token_BS: Tensor
-    next_BS: Tensor
-    length_BWS: Tensor
-    odds_X: Tensor
+    token_BS: Tensor  # the text's token ids by position, int64
+    next_BS: Tensor  # the token behind each position; -1 from the root on
+    length_BWS: Tensor  # length of the match that ends at each position and continues at the next, 0 = none, int64
+    odds_X: Tensor  # log(share / (1 - share)) by the length of an only match; -inf for 0
 
     @classmethod
     def of(cls, token_BS: Tensor, position_B: Tensor, odds_X: Tensor) -> Self:
-        """Copies of the text up to the root, for one beam of each row.
-
-        Args:
-            token_BS: token ids by position; entries after ``position`` are undefined. int64.
-            position_B: position of the root, int64.
-            odds_X: see above.
-        """
+        """Copies of the text up to the root at ``position``, for one beam of each row; later tokens are undefined."""
         slot_S = torch.arange(token_BS.shape[1], device=token_BS.device)
         next_BS = token_BS.roll(-1, dims=1).where(slot_S < position_B[:, None], -1)
         return cls(token_BS, next_BS, match_lengths(token_BS, position_B, len(SHARES))[:, None], odds_X)
@@ -88,11 +75,7 @@ class Copies(NamedTuple):
 def count_copied(prompt_ids: Sequence[int], token_ids: Sequence[int], num_accepted: Sequence[int]) -> int:
     """How many accepted tokens of an answer a copy named, whether or not the drafter would have drafted them, too.
 
-    Behind "a b c x a b", a step that accepts "c x d" has two: c and x.
-
-    Args:
-        prompt_ids, token_ids: the text.
-        num_accepted: accepted tokens of each step.
+    Behind "a b c x a b", a step that accepts "c x d" has two: c and x. ``num_accepted`` is the number of each step.
     """
     text_1S = torch.tensor([[*prompt_ids, *token_ids]])
     odds_X = torch.tensor((0.0, *SHARES)).logit()

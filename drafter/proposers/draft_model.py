@@ -1,6 +1,6 @@
 """DraftModelProposer: a smaller language model of the same tokenizer drafts a chain of tokens, one by one.
 
-Shapes: B rows · T tokens of a prefill chunk · N = gamma + 1 nodes · V vocabulary · S cache slots.
+Shapes: B rows · T tokens of a forward · M = gamma drafted nodes · V vocabulary · D hidden size.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import STREAM_DRAFT, Noise, gumbel_noise, pick_nodes, warped_log_probs
 from drafter.decoding.transfer import to_device
-from drafter.decoding.tree import Candidates
+from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Drafting, Verification
 from drafter.targets.cache import SlotCache
@@ -27,19 +27,12 @@ _PREFILL_CHUNK = 256  # prompt tokens per forward
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelDrafting(Drafting):
-    """Numbers of two-model speculative decoding.
-
-    Attributes:
-        num_speculative_tokens: tokens that the draft model proposes per step.
-        coupled: draft by the noise of sampling, which decides the target's next picks.
-        verify: ``coupled`` gives the text of plain decoding; ``rejection`` is the rule of two-model speculative
-            decoding and gives the distribution alone.
-    """
+    """Numbers of two-model speculative decoding: gamma, and how drafts are made and accepted."""
 
     method: ClassVar = "draft-model"
     num_speculative_tokens: int = within(5, low=1, high=64)
-    coupled: bool = True
-    verify: Verification = "coupled"
+    coupled: bool = True  # draft by the noise of sampling, which decides the target's next picks
+    verify: Verification = "coupled"  # the text of plain decoding; rejection: the distribution alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,15 +67,10 @@ class DraftModelProposer(Proposer):
     cache holds the keys and values of all committed tokens, except possibly the last one. Every step therefore feeds
     the last committed token again together with the root, which keeps the shapes constant.
 
-    With ``coupled`` verification a draft token is the draft model's pick under the noise of the target's coming pick.
-    With ``rejection`` a draft token is a sample of q by independent noise, and the candidates carry q for the
-    acceptance rule. The temperature and filters of a request apply to q as to p.
-
-    Args:
-        draft: the smaller model.
-        target: the target.
-        drafting: number of tokens (gamma), the acceptance rule, and whether drafts are coupled; without coupling the
-            most probable token is drafted.
+    With ``coupled`` verification a draft token is the draft model's pick under the noise of the target's coming pick,
+    or the most probable token where drafts are not coupled. With ``rejection`` a draft token is a sample of q by
+    independent noise, and the candidates carry q for the acceptance rule. The temperature and filters of a request
+    apply to q as to p.
 
     Raises:
         ValueError: the two models do not share their vocabulary or device.
@@ -122,8 +110,8 @@ class DraftModelProposer(Proposer):
         self._cache.copy_row(source, destination, self._cache.num_slots)
 
     @torch.inference_mode()
-    def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        """Draft gamma tokens for every row (see :class:`drafter.decoding.proposer.Proposer`)."""
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
+        """A chain of gamma tokens for every row; all scores are 0, so that the tree is the whole chain."""
         # A row of length 0 has no token before its root. Its second token is undefined here, and the next forward
         # overwrites the slot of that token before any read.
         start_B = (rows.length_B - 1).clamp_min(0)
@@ -131,8 +119,7 @@ class DraftModelProposer(Proposer):
         hidden_BTD = self._forward(rows.history_BS.gather(1, place_BT), start_B, rows=rows)
         root_BTD = (rows.length_B - start_B)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
         hidden_BTD = hidden_BTD.gather(1, root_BTD)
-        drafts: list[Tensor] = []
-        log_qs: list[Tensor] = []
+        drafts, log_qs = list[Tensor](), list[Tensor]()
         for step in range(self.max_depth):
             if step:
                 hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
@@ -140,27 +127,17 @@ class DraftModelProposer(Proposer):
             logits_BTV = F.pad(self._draft.logits(hidden_BTD), (0, self._num_padded), value=-torch.inf)
             if self._is_rejection:
                 log_qs.append(warped_log_probs(logits_BTV, rows.warp))
-                drafts.append(self._sample(log_qs[-1], rows, step))
+                position_B1 = rows.length_B[:, None] + step + 1
+                noise_BTV = gumbel_noise(rows.seed_B, position_B1, self._token_V, stream=STREAM_DRAFT)
+                drafts.append(argmax(log_qs[-1] + noise_BTV))  # of a greedy row the one token that has all mass
             elif noise is None or not self._coupled:
                 drafts.append(argmax(logits_BTV))
             else:
                 drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], step), noise, rows.warp))
-        node_N = torch.arange(self.num_nodes, device=start_B.device)
-        token_BN = torch.cat([rows.root_B[:, None], *drafts], dim=1)
-        return Candidates(
-            token_BN=token_BN,
-            parent_BN=(node_N - 1).clamp_min(0).expand_as(token_BN),
-            depth_BN=node_N.expand_as(token_BN),
-            is_node_BN=torch.ones_like(token_BN, dtype=torch.bool),
-            log_q_BNV=torch.cat(log_qs, dim=1) if log_qs else None,
-        )
-
-    def _sample(self, log_q_BTV: Tensor, rows: RowState, step: int) -> Tensor:
-        """A sample of q for each row, int64 [B, 1]; the q of a greedy row has all its mass on one token."""
-        if not rows.warp.has_noise:
-            return argmax(log_q_BTV)
-        position_BT = rows.length_B[:, None] + step + 1
-        return argmax(log_q_BTV + gumbel_noise(rows.seed_B, position_BT, self._token_V, stream=STREAM_DRAFT))
+        token_BM = torch.cat(drafts, dim=1)
+        parent_BM = torch.arange(-1, self.max_depth - 1, device=token_BM.device).expand_as(token_BM)
+        score_BM = torch.zeros_like(token_BM, dtype=torch.float32)
+        return NodeList(token_BM, parent_BM, score_BM, torch.cat(log_qs, dim=1) if log_qs else None)
 
     def _forward(
         self,
@@ -175,10 +152,8 @@ class DraftModelProposer(Proposer):
 
         With ``rows``, tokens of rows that do not decode go to the spare slot, which keeps the results of their prefill.
         """
-        num_tokens = token_BT.shape[1]
         token_BT = token_BT.clamp_max(self._draft.vocab_size - 1)  # the target may pick one of its padded rows
-        position_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
-        slot_BT = position_BT
+        position_BT = slot_BT = start_B[:, None] + torch.arange(token_BT.shape[1], device=start_B.device)
         if rows is not None:
             num_visible = rows.num_visible
             slot_BT = torch.where(rows.is_active_B[:, None], position_BT, self._cache.spare_slot)

@@ -46,13 +46,13 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
     In "1 2 3 1 2 4 1 2" with the root at position 7, the best match of two tokens ends at position 4, the next at 1.
 
     Args:
-        history_BS: token ids by position; entries after ``position`` are undefined. int64 [B, S].
-        position_B: position of the last token (the root), int64 [B].
+        history_BS: token ids by position; entries after ``position`` are undefined. int64.
+        position_B: position of the last token (the root), int64.
         max_ngram: longer matches count as this long.
         num_matches: W.
 
     Returns:
-        Position of the match's last token, int64 [B, W], and its length in tokens, 0 = no match, int64 [B, W].
+        Position of the match's last token, and its length in tokens, 0 = no match, each int64 [B, W].
     """
     num_slots = history_BS.shape[1]
     slot_S = torch.arange(num_slots, device=history_BS.device)
@@ -65,17 +65,10 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
 
 
 def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num_tokens: int) -> Tensor:
-    """The tokens after each match. Beyond the end of the text, the text continues periodically.
+    """The L tokens after each match of :func:`find_matches`, int64 [B, W, L].
 
-    After "1 2 3 1 2 3" the match that ends at position 2 proposes 1 2 3, and then 1 2 3 again.
-
-    Args:
-        history_BS, position_B: as of :func:`find_matches`.
-        match_BW: position of each match's last token, before ``position``; int64 [B, W].
-        num_tokens: L.
-
-    Returns:
-        int64 [B, W, L].
+    Beyond its end, the text continues periodically: after "1 2 3 1 2 3" the match that ends at position 2 proposes
+    1 2 3, and then 1 2 3 again.
     """
     step_L = torch.arange(num_tokens, device=history_BS.device)
     period_BW1 = (position_B[:, None] - match_BW).clamp_min(1)[:, :, None]
@@ -85,19 +78,13 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num
 
 @dataclass(frozen=True, kw_only=True)
 class LookupDrafting(Drafting):
-    """Numbers of a lookup.
-
-    Attributes:
-        tree_size: N, nodes that the target verifies in one forward, root included.
-        num_matches: matches that are followed; 1 drafts a chain.
-        lookup_length: tokens that one match proposes.
-    """
+    """Numbers of a lookup."""
 
     method: ClassVar = "lookup"
     has_tree: ClassVar = True
     tree_size: int = within(24, low=1, high=1024)
-    num_matches: int = within(8, low=1, high=256)
-    lookup_length: int = within(10, low=1, high=64)
+    num_matches: int = within(8, low=1, high=256)  # that are followed; 1 drafts a chain
+    lookup_length: int = within(10, low=1, high=64)  # tokens that one match proposes
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
@@ -115,10 +102,6 @@ class LookupProposer(Proposer):
     Every match votes for its continuation with a weight that grows with the length of the match. The probability of a
     node is its share of the votes, some of which are for "none of the matches". (Prompt lookup decoding without votes
     and tree: Saxena, 2023.)
-
-    Args:
-        drafting: number of matches (W), and tokens of each (L).
-        device: the target's.
     """
 
     def __init__(self, drafting: LookupDrafting, device: torch.device) -> None:
@@ -129,10 +112,7 @@ class LookupProposer(Proposer):
         self._odds_X = torch.tensor(_ODDS, device=device)
 
     def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList:
-        """Place l * W + w holds token l of match w, and no node where an earlier match proposes the same tokens.
-
-        The noise is not used.
-        """
+        """Place l * W + w holds token l of match w, and no node where an earlier match proposes the same tokens."""
         history_BS = rows.history_BS[:, : rows.num_visible]
         match_BW, size_BW = find_matches(history_BS, rows.length_B, len(_ODDS), self.num_matches)
         token_BLW = follow_matches(history_BS, rows.length_B, match_BW, self.length).transpose(1, 2)
@@ -145,11 +125,7 @@ class LookupProposer(Proposer):
         step_L1 = torch.arange(self.length, device=match_BW.device)[:, None]
         parent_BLW = (step_L1 - 1) * self.num_matches + first_BLW.roll(1, dims=1)
         score_BLW = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf)
-        return NodeList(
-            token_BM=token_BLW.flatten(1),
-            parent_BM=parent_BLW.where(step_L1 > 0, -1).flatten(1),
-            score_BM=score_BLW.flatten(1),
-        )
+        return NodeList(token_BLW.flatten(1), parent_BLW.where(step_L1 > 0, -1).flatten(1), score_BLW.flatten(1))
 
     def _score(self, same_BLWW: Tensor, size_BW: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, -inf without a match, [B, L, W]."""

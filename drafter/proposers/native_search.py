@@ -21,7 +21,7 @@ from drafter.targets.target import Target
 
 def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
     """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
-    is_here = native.library() is not None and drafter.is_packed and drafter.device.type == "cpu"
+    is_here = drafter.is_packed and native.takes(drafter.draft_token_ids_R)
     return is_here and width <= native.MOST_BEAMS and tau == 1.0
 
 
@@ -33,8 +33,7 @@ class NativeSearch:
         target: whose embeddings the drafter reads.
         index_V: place of each target token in the draft vocabulary, -1 outside, int64.
         log_odds_X: log(share / (1 - share)) of a copy by the length of its match, -inf first.
-        width, length: W, L of the search.
-        depth: of the deepest node.
+        width, length, depth: W, L, and the depth of the deepest node.
     """
 
     def __init__(
@@ -55,25 +54,20 @@ class NativeSearch:
         cell_matrix = native.round_matrix(torch.cat([cell.w.weight, cell.u.weight], dim=1), cell.u.bias)
         head = native.round_matrix(drafter.head.weight) if config.head == "tied" else native.NO_MATRIX
         rows = drafter.packed_rows()
-        array, pointer = native.Matrix * max(1, len(blocks)), ctypes.POINTER(native.Matrix)
-        blocks_X, downs_X, log_odds_X = array(*blocks), array(*downs), log_odds_X.float().contiguous()
+        log_odds_X = log_odds_X.float().contiguous()
         own = getattr(target.runtime, "embedding_matrix", None)
         embedding_VD = target.embedding_weight_VD.float().contiguous() if own is None else None
-        own_X = None if own is None else (native.Matrix * 1)(own)
         self._native = native.Drafter(
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
-            cell=cell_matrix,
-            down=ctypes.cast(downs_X, pointer) if downs else None, blocks=ctypes.cast(blocks_X, pointer),
-            head=head, rows=rows,
+            cell=cell_matrix, down=(native.Matrix * len(downs))(*downs) if downs else None,
+            blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=rows,
             token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
             copies=bool(log_odds_X.isfinite().any()),
             embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
-            embedding_matrix=None if own_X is None else ctypes.cast(own_X, pointer),
+            embedding_matrix=None if own is None else ctypes.pointer(own),
             embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
-        ).keep(
-            cell_matrix, head, rows, *blocks, *downs, blocks_X, downs_X, log_odds_X, embedding_VD, own_X, own, index_V
-        )  # fmt: skip
+        ).keep(cell_matrix, head, rows, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
 
     def __call__(self, rows: RowState) -> NodeList:
         """See :meth:`drafter.decoding.proposer.Proposer.draft`."""

@@ -20,41 +20,36 @@ COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
 class Way(NamedTuple):
-    """A way to draft.
+    """A way to draft."""
 
-    Attributes:
-        settings: module and class of its :class:`Drafting`.
-        reads: settings of an engine that the method reads.
-        written: options of the method's written form in benchmarks. A text is the setting whose number follows, a pair
-            is a setting and its value.
-    """
-
-    settings: str
-    reads: tuple[str, ...] = ()
+    settings: str  # module and class of its :class:`Drafting`
+    reads: tuple[str, ...] = ()  # settings of an engine that the method reads
+    # Options of the method's written form in benchmarks: a text is the setting whose number follows, a pair is a
+    # setting and its value.
     written: Mapping[str, str | tuple[str, Any]] = {}
 
 
-_TREE = {"W": "beam_width", "L": "draft_length", "N": "tree_size"}
-_BEAM_SWITCHES: dict[str, str | tuple[str, Any]] = {
-    "tau": "tau", "noise": "noise_weight", "uncoupled": ("coupled", False), "alone": ("copying", False),
-    "tuned": ("is_tuned", True),
-}  # fmt: skip
 METHODS = {
     "none": Way("drafter.proposers.plain:PlainDrafting"),
     "drafter": Way(
         "drafter.proposers.beam:BeamDrafting",
         ("beam_width", "draft_length", "tree_size", "copying", "tuned"),
-        {**_TREE, **_BEAM_SWITCHES},
+        {
+            "W": "beam_width", "L": "draft_length", "N": "tree_size", "tau": "tau", "noise": "noise_weight",
+            "uncoupled": ("coupled", False), "alone": ("copying", False), "tuned": ("is_tuned", True),
+        },
     ),
     "lookup": Way(
-        "drafter.proposers.lookup:LookupDrafting", ("tree_size",), {**_TREE, "W": "num_matches", "L": "lookup_length"}
+        "drafter.proposers.lookup:LookupDrafting",
+        ("tree_size",),
+        {"W": "num_matches", "L": "lookup_length", "N": "tree_size"},
     ),
     "draft-model": Way(
         "drafter.proposers.draft_model:DraftModelDrafting",
         ("num_speculative_tokens",),
         {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
     ),
-}
+}  # fmt: skip
 if TYPE_CHECKING:
     Method = str
 else:
@@ -63,20 +58,14 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting(Checked):
-    """Base class of the settings of a way to draft: all numbers that its proposer needs, none of them open.
+    """Base class of the settings of a way to draft: all numbers that its proposer needs, none of them open."""
 
-    Attributes:
-        method: the name in ``METHODS``.
-        has_tree: whether N is a choice: more rows than a device verifies cheaply then decode plainly by default.
-        tree_size: N, nodes that the target verifies in one forward, root included.
-    """
-
-    method: ClassVar[str]
-    has_tree: ClassVar[bool] = False
+    method: ClassVar[str]  # the name in ``METHODS``
+    has_tree: ClassVar[bool] = False  # N is a choice: too many rows for cheap trees then decode plainly by default
 
     @property
     def tree_size(self) -> int:
-        """N; a field, or computed from fields."""
+        """N, nodes that the target verifies in one forward, root included; a field, or computed from fields."""
         raise NotImplementedError
 
     @property

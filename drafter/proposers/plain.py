@@ -11,12 +11,7 @@ from drafter.utils.validate import within
 
 @dataclass(frozen=True, kw_only=True)
 class PlainDrafting(Drafting):
-    """No drafts.
-
-    Attributes:
-        tree_size: N. All nodes but one are padding, which gives steps the shape, and so the rounding, of steps with
-            trees of N nodes.
-    """
+    """No drafts: all nodes but the root are padding, which gives steps the shape, and so the rounding, of trees."""
 
     method: ClassVar = "none"
     tree_size: int = within(1, low=1, high=1024)

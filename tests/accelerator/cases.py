@@ -74,7 +74,9 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
 
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)  # which asks for numbers, once at loading
+    monkeypatch.setattr(
+        beam_module.BeamProposer, "check", lambda *given: None
+    )  # which asks for numbers, once at loading
     refuser.clear()
     with refuser.on():
         yield

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from drafter.decoding import sampling
 from drafter.decoding.params import SamplingParams
@@ -92,20 +93,9 @@ def test_short_lists_equal_the_whole_sort(monkeypatch, scale, top_p):
     assert torch.equal(short[1], logits_BNV[1])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        Params(temperature=0.7),
-        Params(temperature=1.3, top_k=40),
-        Params(temperature=0.8, top_p=0.95),
-        Params(temperature=1.0, min_p=0.05),
-        Params(temperature=1.5, top_k=100, top_p=0.8, min_p=0.01),
-    ],
-)
+@pytest.mark.parametrize("params", MIXED[1:6])
 def test_same_as_transformers(params):
     """The warpers that `generate` applies, in its order; no token lies within 1e-5 of the edge of the nucleus."""
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
     logits_BNV = random_logits(1, 16, 400, seed=2)
     expected = TemperatureLogitsWarper(params.temperature)(None, logits_BNV[0])
     if params.top_k:
@@ -124,13 +114,9 @@ def test_rows_do_not_depend_on_the_batch():
     warp = make_warp(MIXED)
     warped_BNV, pick_BN = warp_logits(logits_BNV, warp), pick(logits_BNV, noise_BNV, warp)
     for b, params in enumerate(MIXED):
-        alone = make_warp([params])
-        row = slice(b, b + 1)
+        alone, row = make_warp([params]), slice(b, b + 1)
         assert torch.equal(warp_logits(logits_BNV[row], alone), warped_BNV[row])
-        noise = noise_BNV[row] if alone.has_noise else None
-        assert torch.equal(pick(logits_BNV[row], noise, alone), pick_BN[row])
-        for n in range(5):
-            node = slice(n, n + 1)
+        for node in (slice(None), *(slice(n, n + 1) for n in range(5))):
             noise = noise_BNV[row, node] if alone.has_noise else None
             assert torch.equal(pick(logits_BNV[row, node], noise, alone), pick_BN[row, node])
 

@@ -1,7 +1,6 @@
 """Drafters for tiny targets: one that has learnt its target a little, so that paths of every length are accepted."""
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
-from tests.engine.oracle import VOCAB, tiny_target
+from tests.engine.oracle import VOCAB, ids, tiny_target
 
 _UNROLL = 4
 _ANSWER = SamplingParams(max_new_tokens=48, ignore_eos=True)
@@ -33,24 +32,25 @@ def prompts_for(num_prompts: int, *, seed: int, sizes: tuple[int, ...] = (1, 2, 
 
 def answers_of(target: Target, prompts: list[list[int]], params: SamplingParams = _ANSWER) -> list[list[int]]:
     """The oracle: autoregressive decoding."""
-    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=8))
-    return [completion.token_ids for completion in engine.generate(prompts, params)]
+    return ids(Engine(target, config=EngineConfig(method="none", max_num_seqs=8)).generate(prompts, params))
 
 
 @cache
 def trained_drafter(context: str = "last", head: str = "full", num_steps: int = 40) -> RecurrentDrafter:
     """A drafter trained for a second on the target's own answers, for :func:`shared_target`."""
     target = shared_target()
-    settings: dict[str, Any] = {"context": context, "head": head, "num_res_blocks": 1}
-    if context == "fused":
-        settings["context_layers"] = (1, 2)
-    if head == "tied":
-        settings["draft_vocab_size"] = VOCAB - 7
     torch.manual_seed(0)
-    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **settings)
-    drafter = RecurrentDrafter(config).bind(target)
-    if head == "tied":
-        drafter.set_draft_token_ids(torch.arange(7, VOCAB)).bind(target)
+    config = DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        context=context,
+        context_layers=(1, 2) if context == "fused" else (),
+        head=head,
+        draft_vocab_size=VOCAB - 7 if head == "tied" else None,
+        num_res_blocks=1,
+    )
+    drafter = RecurrentDrafter(config)
+    drafter.set_draft_token_ids(torch.arange(VOCAB - config.num_outputs, VOCAB)).bind(target)
     prompts = prompts_for(16, seed=100)
     texts = [(prompt + answer)[:49] for prompt, answer in zip(prompts, answers_of(target, prompts), strict=True)]
     return train_on_texts(drafter, target, torch.tensor(texts), num_steps)

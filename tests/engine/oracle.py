@@ -44,19 +44,20 @@ Asked = tuple[tuple[int, ...], SamplingParams]
 def requests(num_requests: int = 8, *, seed: int = 0, temperatures: Sequence[float] = (0.0, 1.0)) -> tuple[Asked, ...]:
     """Prompts of 1 to 20 tokens, answers of 1 to 40, greedy and sampled, with and without filters: all in one batch."""
     generator = random.Random(seed)
-    made = []
-    for index in range(num_requests):
-        prompt = tuple(generator.randrange(VOCAB) for _ in range(generator.choice((1, 2, 5, 20))))
-        params = SamplingParams(
-            max_new_tokens=generator.choice((1, 9, 20, 32)),
-            temperature=temperatures[index % len(temperatures)],
-            top_p=generator.choice((1.0, 0.9)),
-            top_k=generator.choice((0, 0, 20)),
-            seed=generator.randrange(1000),
-            ignore_eos=True,
+    return tuple(
+        (
+            tuple(generator.randrange(VOCAB) for _ in range(generator.choice((1, 2, 5, 20)))),
+            SamplingParams(
+                max_new_tokens=generator.choice((1, 9, 20, 32)),
+                temperature=temperatures[index % len(temperatures)],
+                top_p=generator.choice((1.0, 0.9)),
+                top_k=generator.choice((0, 0, 20)),
+                seed=generator.randrange(1000),
+                ignore_eos=True,
+            ),
         )
-        made.append((prompt, params))
-    return tuple(made)
+        for index in range(num_requests)
+    )
 
 
 def answer(engine: Engine, asked: Sequence[Asked]) -> list[Request]:
@@ -64,11 +65,15 @@ def answer(engine: Engine, asked: Sequence[Asked]) -> list[Request]:
     return engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
 
+def ids(completions: Sequence[Request]) -> list[list[int]]:
+    """The tokens of each answer."""
+    return [completion.token_ids for completion in completions]
+
+
 @lru_cache
 def oracle(target: Target, asked: tuple[Asked, ...]) -> list[list[int]]:
     """What autoregressive decoding answers; the same target and requests are asked once."""
-    engine = Engine(target, config=EngineConfig(method="none", max_num_seqs=4))
-    return [completion.token_ids for completion in answer(engine, asked)]
+    return ids(answer(Engine(target, config=EngineConfig(method="none", max_num_seqs=4)), asked))
 
 
 def assert_lossless(engine: Engine, asked: Sequence[tuple[Sequence[int], SamplingParams]]) -> float:

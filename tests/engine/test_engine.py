@@ -9,11 +9,10 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import VOCAB, assert_lossless, plan_of, requests, tiny_target
+from tests.engine.oracle import VOCAB, assert_lossless, ids, plan_of, requests, tiny_target
 from tests.sizes import size
 
 NO_EOS = SamplingParams(max_new_tokens=30, ignore_eos=True)
@@ -25,10 +24,6 @@ def new_engine(**settings: object) -> Engine:
     fields: dict[str, object] = {"beam_width": 4, "draft_length": 4, "tree_size": 10, "max_num_seqs": 4}
     plan = plan_of(**fields | settings)  # type: ignore[arg-type]
     return Engine(shared_target(), trained_drafter(), plan)
-
-
-def ids(completions: Sequence[Request]) -> list[list[int]]:
-    return [completion.token_ids for completion in completions]
 
 
 def hugging_face_answer(target: Target, prompt: list[int], num_tokens: int, eos: Sequence[int] = ()) -> list[int]:
@@ -145,13 +140,20 @@ def test_bad_prompts_are_refused_and_leave_nothing_behind(prompts: list, match: 
     assert ids(engine.generate(KNOWN[:2], NO_EOS)) == answers_of(shared_target(), KNOWN[:2], NO_EOS)
 
 
-def test_stream_that_is_left_leaves_no_row_behind() -> None:
+def test_one_stream_at_a_time_which_leaves_no_row_behind_when_it_is_left() -> None:
     engine = new_engine(max_num_seqs=2)
-    for event in engine.stream(KNOWN[:5], NO_EOS):
+    stream = engine.stream(KNOWN[:5], NO_EOS)
+    tokens = next(stream).token_ids
+    with pytest.raises(ValueError, match="another call"):
+        engine.generate(KNOWN[1:2], NO_EOS)
+    for event in stream:
         if event.index == 1:
             break
-    assert not engine.has_work
-    assert ids(engine.generate(KNOWN[:5], NO_EOS)) == answers_of(shared_target(), KNOWN[:5], NO_EOS)
+        tokens += event.token_ids
+    stream.close()
+    wanted = answers_of(shared_target(), KNOWN[:5], NO_EOS)
+    assert tokens and tokens == wanted[0][: len(tokens)] and not engine.has_work
+    assert ids(engine.generate(KNOWN[:5], NO_EOS)) == wanted
 
 
 def test_abort_of_waiting_and_running_requests() -> None:
@@ -172,14 +174,15 @@ def test_abort_of_waiting_and_running_requests() -> None:
 
 
 def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
-    engine = new_engine()
-    engine.add(engine.make_request(KNOWN[0], NO_EOS))
+    """A cache that grows forgets the prefixes."""
+    engine, prompts = new_engine(enable_prefix_caching=True), prompts_for(2, seed=6, sizes=(40,))
+    longer = replace(NO_EOS, max_new_tokens=150)
+    engine.add(engine.make_request(prompts[0], NO_EOS))
     with pytest.raises(ValueError, match="set --max-model-len"):
-        engine.add(engine.make_request(KNOWN[1], replace(NO_EOS, max_new_tokens=200)))
+        engine.add(engine.make_request(prompts[1], longer))
     while engine.has_work:
         engine.step()
-    longer = replace(NO_EOS, max_new_tokens=80)
-    assert ids(engine.generate(KNOWN[:2], longer)) == answers_of(shared_target(), KNOWN[:2], longer)
+    assert ids(engine.generate(prompts, longer)) == answers_of(shared_target(), prompts, longer)
 
 
 def test_beyond_so_many_rows_steps_are_plain() -> None:

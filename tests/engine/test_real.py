@@ -11,6 +11,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.targets.target import Target
+from tests.engine.oracle import ids
 from tests.engine.test_engine import hugging_face_answer
 
 pytestmark = pytest.mark.slow
@@ -51,9 +52,8 @@ def drafter() -> RecurrentDrafter:
 def test_answers_are_transformers_own(rows: int, width: int, length: int, size: int | None) -> None:
     config = EngineConfig(max_num_seqs=rows, beam_width=width, draft_length=length, tree_size=size)
     plain = Engine(target(), config=EngineConfig(method="none", max_num_seqs=rows)).generate(PROMPTS, GREEDY)
-    assert [completion.token_ids for completion in plain] == hugging_face_answers()
     completions = Engine(target(), drafter(), config).generate(PROMPTS, GREEDY)
-    assert [completion.token_ids for completion in completions] == hugging_face_answers()
+    assert ids(plain) == ids(completions) == hugging_face_answers()
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     assert num_tokens / sum(completion.num_target_forwards for completion in completions) > 1.3
     for completion in completions:
@@ -65,4 +65,4 @@ def test_seed_decides_a_sampled_answer() -> None:
     params = [SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=seed) for seed in range(len(PROMPTS))]
     plain = Engine(target(), config=EngineConfig(method="none", max_num_seqs=8)).generate(PROMPTS, params)
     drafted = Engine(target(), drafter(), EngineConfig(max_num_seqs=2)).generate(PROMPTS, params)
-    assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in plain]
+    assert ids(drafted) == ids(plain)

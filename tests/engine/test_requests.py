@@ -1,5 +1,7 @@
 """What servers need of the engine: prefixes reused, trees, failed steps."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +9,8 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.request import RequestOptions, Update
+from drafter.engine.request import Request, RequestOptions, Update
+from tests.engine.oracle import ids
 from tests.serving.tiny import failing_once, tiny_engine, tiny_target
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -21,8 +24,10 @@ def run(engine: Engine) -> list[Update]:
     return updates
 
 
-def plain_answer(prompt_ids: list[int], params: SamplingParams = GREEDY) -> list[int]:
-    return tiny_engine(method="none", tree_size=1).generate([prompt_ids], params)[0].token_ids
+def assert_plain(requests: Sequence[Request]) -> None:
+    """The answers are those of plain decoding."""
+    prompts, params = [each.prompt_ids for each in requests], [each.params for each in requests]
+    assert ids(requests) == ids(tiny_engine(method="none", tree_size=1).generate(prompts, params))
 
 
 def chat(text: str) -> list[int]:
@@ -34,25 +39,21 @@ def test_next_turn_of_a_chat_reuses_the_answer_too() -> None:
     first = engine.add(engine.make_request(chat("Name a colour."), GREEDY))
     run(engine)
     # Other requests come in between, on its row too: what it left must survive them.
-    neighbours = [
-        engine.add(engine.make_request(chat("Name a river, please, and a mountain."), GREEDY)) for _ in range(3)
-    ]
+    river = chat("Name a river, please, and a mountain.")
+    neighbours = [engine.add(engine.make_request(river, GREEDY)) for _ in range(3)]
     run(engine)
     prompt = [*first.prompt_ids, *first.token_ids, *tiny_target().encode("<|end|>\n<|user|>\nMore.<|bot|>\n")]
     second = engine.add(engine.make_request(prompt, GREEDY))
     run(engine)
-    assert all(neighbour.token_ids == plain_answer(neighbour.prompt_ids) for neighbour in neighbours)
     assert second.num_shared >= len(first.prompt_ids) - 2
-    assert second.token_ids == plain_answer(prompt)
+    assert_plain([*neighbours, second])
 
 
 def test_prefixes_survive_rows_that_come_go_and_move() -> None:
     engine = tiny_engine(max_num_seqs=3)
     requests = []
     for turn in range(12):
-        params = SamplingParams(
-            max_new_tokens=3 + 5 * (turn % 4), ignore_eos=True, temperature=0.9 * (turn % 2), seed=turn
-        )
+        params = replace(GREEDY, max_new_tokens=3 + 5 * (turn % 4), temperature=0.9 * (turn % 2), seed=turn)
         requests.append(engine.add(engine.make_request(chat(f"Question {turn % 5}, please?"), params)))
         for _ in range(turn % 3):
             engine.step()
@@ -60,9 +61,7 @@ def test_prefixes_survive_rows_that_come_go_and_move() -> None:
             requests[-2].finish("abort")
     run(engine)
     assert sum(request.num_shared > 0 for request in requests) >= 8
-    for request in requests:
-        if request.finish_reason != "abort":
-            assert request.token_ids == plain_answer(request.prompt_ids, request.params)
+    assert_plain([request for request in requests if request.finish_reason != "abort"])
 
 
 def test_trees_tell_what_was_accepted() -> None:
@@ -92,5 +91,4 @@ def test_rows_that_are_kept_after_a_failed_step_are_unharmed() -> None:
     assert engine.drop(keep=2) == requests[2:]
     late = [engine.add(engine.make_request(chat(f"Late {i}?"), GREEDY)) for i in range(3)]
     run(engine)
-    for request in (*requests[:2], *late):
-        assert request.token_ids == plain_answer(request.prompt_ids)
+    assert_plain([*requests[:2], *late])

@@ -8,7 +8,6 @@ import math
 import random
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamDrafting, BeamProposer
+from drafter.reference import Node
 from tests.engine.oracle import rows_of
 from tests.reference.nodes import nodes_of, paths_of
 from tests.reference.warpers import softmax, warp
@@ -147,33 +147,21 @@ def is_on_edge(scores, num_kept):
     return num_kept < len(ranked) and ranked[num_kept - 1] - ranked[num_kept] < EDGE
 
 
-class Packed(NamedTuple):
-    """One row of the candidates, as lists."""
-
-    token: list[int]
-    parent: list[int]
-    depth: list[int]
-    is_node: list[bool]
-
-    def paths(self):
-        """The tokens from the root's child to each node."""
-        scores = [0.0 if is_node else -math.inf for is_node in self.is_node]
-        return paths_of([reference.Node(*node) for node in zip(*self[:3], scores, strict=True)]).keys()
-
-
 def row_of(candidates, row):
-    return Packed(*(field[row].tolist() for field in candidates[:4]))
+    """A row of candidates as nodes; padding has the score -inf, all others 0."""
+    columns = [column[row].tolist() for column in candidates[:4]]
+    return [Node(*node, 0.0 if is_node else -math.inf) for *node, is_node in zip(*columns, strict=True)]
 
 
-def check_packed(packed):
+def check_packed(nodes):
     """What the rest of the house relies on: parents first, depth counts, siblings differ, padding stands alone."""
-    for i, (parent, depth, is_node) in enumerate(zip(packed.parent, packed.depth, packed.is_node, strict=True)):
-        if i == 0 or not is_node:
-            assert parent == i and depth == 0
+    for i, node in enumerate(nodes):
+        if i == 0 or node.score:
+            assert node.parent == i and node.depth == 0
         else:
-            assert parent < i and packed.is_node[parent] and depth == packed.depth[parent] + 1
-    edges = [(p, t) for p, t, n in zip(packed.parent[1:], packed.token[1:], packed.is_node[1:], strict=True) if n]
-    assert len(set(edges)) == len(edges)
+            parent = nodes[node.parent]
+            assert node.parent < i and not parent.score and node.depth == parent.depth + 1
+    paths_of(nodes)
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -200,7 +188,7 @@ def test_beam_search_equals_the_reference(block):
             assert found == pytest.approx(expected, abs=1e-4)
             packed = row_of(tree, row)
             check_packed(packed)
-            if packed.paths() != paths_of(reference.keep_best_nodes(nodes, num_nodes)).keys():
+            if paths_of(packed).keys() != paths_of(reference.keep_best_nodes(nodes, num_nodes)).keys():
                 assert is_on_edge(expected.values(), num_nodes - 1), (number, row)
                 num_on_edge += 1
                 continue
@@ -210,30 +198,24 @@ def test_beam_search_equals_the_reference(block):
 
 def random_tree(rng, num_nodes, vocab_size, num_padding):
     """A packed tree of random shape; siblings hold different tokens."""
-    packed = Packed([rng.randrange(vocab_size)], [0], [0], [True])
-    edges = set()
-    while len(packed.token) < num_nodes - num_padding:
-        parent, token = rng.randrange(len(packed.token)), rng.randrange(vocab_size)
-        if (parent, token) not in edges:
-            edges.add((parent, token))
-            for column, value in zip(packed, (token, parent, packed.depth[parent] + 1, True), strict=True):
-                column.append(value)
-    for i in range(len(packed.token), num_nodes):
-        for column, value in zip(packed, (0, i, 0, False), strict=True):
-            column.append(value)
-    return packed
+    nodes = [Node(rng.randrange(vocab_size), 0, 0, 0.0)]
+    while len(nodes) < num_nodes - num_padding:
+        parent, token = rng.randrange(len(nodes)), rng.randrange(vocab_size)
+        if (token, parent) not in [node[:2] for node in nodes[1:]]:
+            nodes.append(Node(token, parent, nodes[parent].depth + 1, 0.0))
+    return nodes + [Node(0, i, 0, -math.inf) for i in range(len(nodes), num_nodes)]
 
 
 def random_trees(rng, vocab_size=6):
     num_rows, num_nodes = rng.randint(1, 4), rng.randint(1, 14)
     trees = [random_tree(rng, num_nodes, vocab_size, rng.randint(0, num_nodes // 3)) for _ in range(num_rows)]
-    columns = [torch.tensor([tree[i] for tree in trees]) for i in range(4)]
-    return trees, Candidates(*columns), max(max(tree.depth) for tree in trees)
+    *columns, score_BN = (torch.tensor([[node[i] for node in tree] for tree in trees]) for i in range(4))
+    return trees, Candidates(*columns, score_BN == 0), int(columns[2].max())
 
 
-def picks_after(tree, nodes, picks):
+def picks_after(nodes, picks):
     """The target of a walk: the pick after the text of a node."""
-    numbers = [j for j, is_node in enumerate(tree.is_node) if is_node]
+    numbers = [j for j, node in enumerate(nodes) if node.score == 0]
     number_of = {tuple(nodes[i].token for i in reference.path_to(nodes, j)): j for j in numbers}
     return lambda text: picks[number_of[tuple(text)]]
 
@@ -248,11 +230,10 @@ def test_ancestors_and_walk_equal_the_reference(form):
         # Picks that often agree with a child, so that walks get long.
         picks = []
         for tree in trees:
-            pick = [rng.randrange(6) for _ in tree.token]
-            for i in range(1, len(tree.token)):
-                if tree.is_node[i] and rng.random() < 0.6:
-                    pick[tree.parent[i]] = tree.token[i]
-            picks.append(pick)
+            picks.append([rng.randrange(6) for _ in tree])
+            for node in tree[1:]:
+                if node.score == 0 and rng.random() < 0.6:
+                    picks[-1][node.parent] = node.token
         pick_BN = torch.tensor(picks)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth + extra)
         emitted_BZ = accepted.emitted(candidates)
@@ -260,10 +241,9 @@ def test_ancestors_and_walk_equal_the_reference(form):
             candidates.token_BN, candidates.parent_BN, candidates.depth_BN, pick_BN
         )
         assert torch.equal(vmap(partial(reference.ancestors, max_depth=max_depth))(candidates.parent_BN), ancestor_BNN)
-        for row, tree in enumerate(trees):
-            nodes = [reference.Node(*node, 0.0) for node in zip(*tree[:3], strict=True)]
+        for row, nodes in enumerate(trees):
             path = reference.path_to(nodes, last_B[row].item())
-            emitted = reference.walk(nodes, picks_after(tree, nodes, picks[row]), [nodes[0].token])
+            emitted = reference.walk(nodes, picks_after(nodes, picks[row]), [nodes[0].token])
             assert accepted.num_accepted_B[row].item() == len(path) - 1 == len(emitted) - 1
             assert accepted.path_BZ[row].tolist() == path + [path[-1]] * (max_depth + extra + 1 - len(path))
             assert emitted_BZ[row, : len(path)].tolist() == emitted and accepted.bonus_B[row].item() == emitted[-1]
@@ -290,7 +270,7 @@ def test_chain_rejection_equals_the_reference():
             (depth_BN - 1).clamp_min(0),
             depth_BN,
             torch.ones_like(token_BN, dtype=torch.bool),
-            log_q_BNV=q_BGV.log(),
+            log_q_BGV=q_BGV.log(),
         )
         seed_B = torch.randint(-(2**62), 2**62, (num_rows,))
         position_BN = torch.randint(0, 1000, (num_rows, 1)) + depth_BN
@@ -314,6 +294,5 @@ def test_ties_keep_the_parent(form):
     depth_BM = torch.tensor([[1, 2, 3, 4]])
     for num_nodes in range(1, 6):
         packed = row_of(pack_nodes(torch.tensor([9]), token_BM, parent_BM, depth_BM, torch.zeros(1, 4), num_nodes), 0)
-        columns = [9, 1, 2, 3, 4], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4], [True] * 5
-        assert packed == Packed(*(column[:num_nodes] for column in columns))
-        check_packed(packed)
+        chain = [Node(9, 0, 0, 0.0), *(Node(depth, depth - 1, depth, 0.0) for depth in range(1, 5))]
+        assert packed == chain[:num_nodes]

@@ -13,7 +13,7 @@ import torch
 from drafter.runtimes.base import Traits
 from drafter.targets.cache import CacheShape, LayerShape, SlotCache
 from drafter.targets.masks import slots_mask
-from drafter.targets.slots import TargetOutput
+from drafter.targets.slots import Slots, TargetOutput
 
 MEMORY = 2  # generated tokens that the logits depend on
 
@@ -57,8 +57,11 @@ class TableTarget:
     def new_cache(self, num_rows, num_slots):
         return SlotCache(self.cache_shape, num_rows, num_slots, dtype=torch.int64, device=self.device)
 
-    def forward(self, token_BT, slots, cache, context_layers=()):
+    def forward(self, token_BT, slots=None, cache=None, context_layers=()):
         assert not context_layers
+        if slots is None:
+            place_BT = torch.arange(token_BT.shape[1]).expand_as(token_BT)
+            slots, cache = Slots(place_BT, place_BT, None, 0, token_BT.shape[1]), self.new_cache(*token_BT.shape)
         cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
         stored = cache.update(token_BT[:, None, :, None], slots.position_BT[:, None, :, None], 0)
         token_BS, position_BS = (each[:, 0, :, 0] for each in stored)

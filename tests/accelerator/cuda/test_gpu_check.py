@@ -37,7 +37,7 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_runtime, "_check_tree_forward", lambda runtime, name: torch_runtime._run_small_tree(runtime)
     )
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)
+    monkeypatch.setattr(beam_module.BeamProposer, "check", lambda *given: None)
     monkeypatch.setattr(build_module, "measure_scales", lambda *given: (1.0, 1.0))
 
 

@@ -50,7 +50,7 @@ def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return results
 
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)  # garbage is not finite
+    monkeypatch.setattr(beam_module.BeamProposer, "check", lambda *given: None)  # garbage is not finite
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_a_process_with_graphs_ends() -> None:
 import threading
 import drafter.proposers.beam as beam
 from tests.accelerator.cuda import test_steps as steps
-beam.check_drafts = lambda *given: None
+beam.BeamProposer.check = lambda *given: None
 target = steps.tiny()
 engine = steps.Engine(target, steps.drafter_of(target), steps.PLAN)
 engine.reserve(520)

@@ -19,7 +19,7 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch_runtime, "_check_tree_forward", lambda runtime, name: torch_runtime._run_small_tree(runtime)
     )
-    monkeypatch.setattr(beam_module, "check_drafts", lambda *given: None)
+    monkeypatch.setattr(beam_module.BeamProposer, "check", lambda *given: None)
 
 
 @pytest.mark.parametrize("rows", [1, 32])
