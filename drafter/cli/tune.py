@@ -27,14 +27,13 @@ def tune(options: TuneOptions) -> None:
     drafter = load_drafter(options.drafter, target)
     prompts = workload.encode(target)
     print(f"measuring for about {options.seconds:g} seconds (--seconds)", file=sys.stderr)
-    sizes, measured = run_tune(target, drafter, prompts, options)
+    sizes = run_tune(target, drafter, prompts, options)
     made_by = run_record()
     content = {
         **asdict(sizes),
         "target": target.name,
         "drafter": options.drafter,
         "calibration": {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)},
-        "measured": measured,
         **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
     }
     write_atomic(place, json.dumps(content) + "\n")
