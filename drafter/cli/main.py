@@ -38,8 +38,6 @@ COMMANDS: dict[str, str] = {
 
 _EXIT_ERROR = 2
 _LONGEST_ERROR = 1000  # characters
-_EXIT_INTERRUPT = 130  # 128 + SIGINT
-_EXIT_PIPE = 141  # 128 + SIGPIPE
 _HELP = ("-h", "--help")
 
 
@@ -53,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as stop:
         print(f"drafter: interrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
-        return _EXIT_INTERRUPT
+        return 130  # 128 + SIGINT
     except BrokenPipeError:
         # The reader of our output went away (`drafter ... | head`): also keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_PIPE
+        return 141  # 128 + SIGPIPE
     except Exception as error:
         if not _is_of_user(error):
             raise
