@@ -44,7 +44,7 @@ def main() -> None:
             row = {"drafter": name, "copying": copying, **sizes}
             row |= {"tokens_per_step": round(rate, 3), "difference": round(gap, 3), "error": round(error, 3)}
             row |= {"prompts": Path(args.prompts).name, "num_prompts": len(answers)}
-            row |= {"max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "quantization": args.quantization}
+            row |= {key: getattr(args, key) for key in ("max_new_tokens", "dtype", "quantization")}
             print(json.dumps(row), flush=True)
             if args.results:
                 append(args.results, json.dumps(row) + "\n")

@@ -48,13 +48,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if native.library() is not None:
         native.set_num_threads(1)
-    settings = {"nodes": NUM_NODES, "noise positions": NUM_POSITIONS, "threads": 1}
-    record = run_record(seed=0, settings=settings)
+    record = run_record()
     shared = {key: record[key] for key in ("machine", "versions", "date")}
     rows = [*costs(), *coupling(), *published_rule()]
     RESULTS.write_text("".join(json.dumps(row | shared) + "\n" for row in rows), encoding="utf-8")
-    for row in rows:
-        print(json.dumps(row))
+    print(*map(json.dumps, rows), sep="\n")
 
 
 @torch.inference_mode()
@@ -94,8 +92,7 @@ def coupling(num_seeds: int = 4096) -> list[dict[str, Any]]:
     settings = {"temperature 1": SamplingParams(temperature=1.0, max_new_tokens=NUM_TOKENS)}
     rows = []
     for method in ("drafter uncoupled", "drafter", "drafter tau", "draft-model uncoupled", "draft-model"):
-        engine = make_engine(method)
-        _, tokens_per_step = sample(engine, num_seeds, settings)
+        _, tokens_per_step = sample(make_engine(method), num_seeds, settings)
         rows.append({"figure": "coupling", "what": method, "tokens_per_step": round(tokens_per_step, 2)})
     return rows
 
@@ -113,14 +110,8 @@ def published_rule(num_answers: int = 20_000) -> list[dict[str, Any]]:
             counts = Counter(map(tuple, answers.tolist()))
             probs = exact_distribution(lambda before, p=p_VV: p[before[-1] if before else 0], V, NUM_TOKENS)
             distance = sum(abs(counts[answer] / num_answers - prob) for answer, prob in probs.items()) / 2
-            rows.append(
-                {
-                    "figure": "published rule",
-                    "likeness": likeness,
-                    "target": seed + 1,
-                    "distance": round(distance, 2),
-                }
-            )
+            row = {"figure": "published rule", "likeness": likeness, "target": seed + 1}
+            rows.append(row | {"distance": round(distance, 2)})
     return rows
 
 

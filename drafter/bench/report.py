@@ -14,7 +14,7 @@ from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
 _PACKAGES = ("torch", "transformers", "llama-cpp-python", "vllm")
-_LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights
+_LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights and without speculation
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
@@ -36,18 +36,14 @@ class Measured(NamedTuple):
     """The runs of one method at one batch size, one for each round.
 
     Attributes:
-        label: the method, with drafter, weights and measured sizes where results hold several.
+        label: the method, with drafter, weights and measured sizes where the table has several.
         rounds: the records.
-        speedup: speed over plain decoding, round by round; None without such runs.
-        over_llama_cpp: speed over llama.cpp with BF16 weights and without speculation, round by round.
-        by_category: speedup by category, of single prompts.
+        others: the runs of all methods of the table at this batch size, by label.
     """
 
     label: str
     rounds: list[BenchRecord]
-    speedup: Span | None
-    over_llama_cpp: Span | None
-    by_category: dict[str, Span]
+    others: Mapping[str, list[BenchRecord]]
 
     @property
     def rate(self) -> Span:
@@ -59,30 +55,29 @@ class Measured(NamedTuple):
         """Generated tokens per target forward."""
         return sum(record["num_tokens"] for record in self.rounds) / max(1, sum(r["num_forwards"] for r in self.rounds))
 
+    def over(self, *labels: str, category: str | None = None) -> Span | None:
+        """Speed over the first of these methods that was run, perhaps of one category of prompts; None without runs.
+
+        Ratios are those of runs of the same round: a machine that slows down does so for both.
+        """
+        base = next((self.others[label] for label in labels if label in self.others), [])
+        slow = {record["round"]: _rate(record, category) for record in base}
+        ratios = [
+            _rate(record, category) / slow[record["round"]] for record in self.rounds if slow.get(record["round"])
+        ]
+        return Span.of(ratios) if any(ratios) else None
+
 
 def summarise(records: Sequence[BenchRecord]) -> list[list[Measured]]:
     """A table for each target, prompt set and sampling; tables, batch sizes and methods as they first appear."""
-    groups: dict[tuple[Any, ...], dict[int, dict[str, list[BenchRecord]]]] = {}
-    for record, label in zip(records, _labels(records), strict=True):
-        methods = groups.setdefault(_condition_of(record), {}).setdefault(record["batch_size"], {})
-        methods.setdefault(label, []).append(record)
-    return [
-        [_measured(label, runs, methods) for methods in sizes.values() for label, runs in methods.items()]
-        for sizes in groups.values()
-    ]
+    groups: dict[tuple[str, str, str], list[BenchRecord]] = {}
+    for record in records:
+        groups.setdefault(_condition_of(record), []).append(record)
+    return [_measured(runs) for runs in groups.values()]
 
 
-def _measured(label: str, rounds: list[BenchRecord], others: Mapping[str, list[BenchRecord]]) -> Measured:
-    """The figures of one method; ``others``: all runs of its table and batch size, by label."""
-    plain = others.get(BASELINE, [])
-    llama_cpp = next((others[name] for name in _LLAMA_CPP_BASELINES if name in others), [])
-    spans = {name: _ratios(rounds, plain, name) for name in rounds[0]["by_category"]}
-    by_category = {name: span for name, span in spans.items() if span is not None}
-    return Measured(label, rounds, _ratios(rounds, plain), _ratios(rounds, llama_cpp), by_category)
-
-
-def _labels(runs: Sequence[BenchRecord]) -> list[str]:
-    """A label for each run: runs of one label are rounds of one measurement.
+def _measured(runs: Sequence[BenchRecord]) -> list[Measured]:
+    """The methods of one table. Runs of one label are rounds of one measurement.
 
     A run whose drafter, weights or measured sizes differ from those of another run of its method names them.
     """
@@ -93,7 +88,11 @@ def _labels(runs: Sequence[BenchRecord]) -> list[str]:
         return f"{record['method']} ({drafter}, weights {weights}, sizes {sizes}, compile {compile})"
 
     num_names = Counter(method for method, _ in {(record["method"], name_of(record)) for record in runs})
-    return [record["method"] if num_names[record["method"]] == 1 else name_of(record) for record in runs]
+    sizes: dict[int, dict[str, list[BenchRecord]]] = {}
+    for record in runs:
+        label = record["method"] if num_names[record["method"]] == 1 else name_of(record)
+        sizes.setdefault(record["batch_size"], {}).setdefault(label, []).append(record)
+    return [Measured(label, rounds, methods) for methods in sizes.values() for label, rounds in methods.items()]
 
 
 def _condition_of(record: BenchRecord) -> tuple[str, str, str]:
@@ -115,13 +114,6 @@ def _rate(record: BenchRecord, category: str | None = None) -> float:
     return float(sums["num_tokens"] / sums["seconds"]) if sums.get("seconds") else 0.0
 
 
-def _ratios(rounds: Sequence[BenchRecord], base: Sequence[BenchRecord], category: str | None = None) -> Span | None:
-    """Ratios of runs of the same round: a machine that slows down does so for both. None without such runs."""
-    slow = {record["round"]: _rate(record, category) for record in base}
-    ratios = [_rate(record, category) / slow[record["round"]] for record in rounds if slow.get(record["round"])]
-    return Span.of(ratios) if any(ratios) else None
-
-
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +133,7 @@ def report(records: Sequence[BenchRecord]) -> str:
 def _provenance(records: Sequence[BenchRecord]) -> str:
     """When, on which machines, and with which versions the records were measured."""
     dates = sorted({record["date"][:10] for record in records})
-    machines = _distinct(_machine(record) for record in records)
+    machines = _distinct(_machine(record["machine"]) for record in records)
     used = {name: _distinct(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
     versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in used.items() if values)
     revisions = _distinct((record.get("git_revision") or "unknown")[:12] for record in records)
@@ -152,8 +144,7 @@ def _provenance(records: Sequence[BenchRecord]) -> str:
     )
 
 
-def _machine(record: BenchRecord) -> str:
-    machine = record["machine"]
+def _machine(machine: Mapping[str, Any]) -> str:
     name = machine.get("device") or machine.get("cpu") or machine["system"]
     memory = f", {machine['memory_gib']:g} GiB of memory" if machine.get("memory_gib") else ""
     return f"{name} ({machine['num_cpus']} cores{memory})"
@@ -165,8 +156,8 @@ def _main_table(methods: Sequence[Measured]) -> str:
         "method": lambda m: m.label,
         "batch size": lambda m: str(m.rounds[0]["batch_size"]),
         "tokens/s": lambda m: f"{m.rate.middle:.1f} ({m.rate.low:.1f} to {m.rate.high:.1f})",
-        "over plain decoding": lambda m: _times_span(m.speedup),
-        "over llama.cpp BF16": lambda m: _times_span(m.over_llama_cpp),
+        "over plain decoding": lambda m: _times(m.over(BASELINE)),
+        "over llama.cpp BF16": lambda m: _times(m.over(*_LLAMA_CPP_BASELINES)),
         "tokens per step": lambda m: f"{m.tokens_per_step:.2f}",
         "identical texts": lambda m: _identical(m.rounds),
         "margin where they differ": lambda m: _margins(m.rounds[0].get("identical", {}).get("margins", [])),
@@ -174,24 +165,24 @@ def _main_table(methods: Sequence[Measured]) -> str:
     }
     if {each.rounds[0]["batch_size"] for each in methods} == {1}:
         del columns["batch size"]
-    if not any(each.over_llama_cpp for each in methods):
+    if not any(each.over(*_LLAMA_CPP_BASELINES) for each in methods):
         del columns["over llama.cpp BF16"]
     return format_table(list(columns), [[show(each) for show in columns.values()] for each in methods]) + "\n"
 
 
 def _category_table(methods: Sequence[Measured]) -> list[str]:
-    """Speedup by category, for prompt sets that have categories."""
-    rows = {each.label: each.by_category for each in methods if each.by_category and each.label != BASELINE}
-    categories = _distinct(category for speedups in rows.values() for category in speedups)
-    cells = [
-        [label, *(f"{speedups[name].middle:.2f}x" if name in speedups else "-" for name in categories)]
-        for label, speedups in rows.items()
-    ]
+    """Speedup by category, for prompt sets that have categories. Rows of a batch have no times of their own."""
+    categories = _distinct(name for each in methods for name in each.rounds[0]["by_category"])
+    rows = []
+    for each in methods:
+        spans = [each.over(BASELINE, category=name) for name in categories]
+        if any(spans) and each.label != BASELINE:
+            rows.append([each.label, *("-" if span is None else f"{span.middle:.2f}x" for span in spans)])
     title = "### Speedup over plain decoding by category, one prompt at a time\n"
-    return [title, format_table(["method", *categories], cells) + "\n"] if rows else []
+    return [title, format_table(["method", *categories], rows) + "\n"] if rows else []
 
 
-def _times_span(span: Span | None) -> str:
+def _times(span: Span | None) -> str:
     return "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
 
 
@@ -202,10 +193,8 @@ def _identical(rounds: Sequence[BenchRecord]) -> str:
 
 
 def _margins(margins: Sequence[float]) -> str:
-    if not margins:
-        return "-"
     sizes = [abs(margin) for margin in margins]
-    return f"{median(sizes):.3f} (max {max(sizes):.3f})"
+    return f"{median(sizes):.3f} (max {max(sizes):.3f})" if sizes else "-"
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:

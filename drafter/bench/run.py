@@ -36,11 +36,10 @@ def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[W
     Raises:
         ValueError: the file holds other results, a batch size exceeds the prompts, or a method refuses its settings.
     """
-    for workload in workloads:
-        too_large = [size for size in options.batch_sizes if size > len(workload.items)]
-        if too_large:
+    for workload, size in product(workloads, options.batch_sizes):
+        if size > len(workload.items):
             raise ValueError(
-                f"--batch-sizes {too_large[0]} exceeds the {len(workload.items)} prompts of {workload.name}: "
+                f"--batch-sizes {size} exceeds the {len(workload.items)} prompts of {workload.name}: "
                 "rows would stay empty; give more prompts or smaller batches"
             )
     hf_target = models.target
@@ -77,11 +76,13 @@ class _Point:
         specs = [spec for spec in self.options.specs if self.batch_size == 1 or spec.name != "llama-cpp"]
         if len(specs) < len(self.options.specs):
             print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
-        identities = {spec.label: self._identity(spec) for spec in specs}
+        identities = [(spec, self._identity(spec)) for spec in specs]
+        turns = [
+            (spec, {"round": number, **identity})
+            for number, (spec, identity) in product(range(self.options.rounds), identities)
+        ]
         done = {record["run_id"] for record in resume_results(self.options.out)}
-        turns = product(range(self.options.rounds), specs)
-        runs = [(spec, {"round": number, **identities[spec.label]}) for number, spec in turns]
-        runs = [(spec, {"run_id": new, **turn}) for spec, turn in runs if (new := run_id(turn)) not in done]
+        runs = [(spec, {"run_id": new, **turn}) for spec, turn in turns if (new := run_id(turn)) not in done]
         backends: dict[str, Backend] = {}
         oracle: list[list[int]] = []
         with ExitStack() as stack:
@@ -123,8 +124,7 @@ class _Point:
         elif spec.is_peer:
             backend = TransformersBackend(self.hf_target, self.batch_size)
         else:
-            _, drafter, draft_model = self.models
-            engine = Engine(target, drafter, self._plan(spec), draft_model=draft_model)
+            engine = Engine(target, self.models.drafter, self._plan(spec), draft_model=self.models.draft_model)
             backend = EngineBackend(engine, num_tokens)
         backend.answer(self.prompts[: self.batch_size], replace(self.params, max_new_tokens=min(_WARM_UP_TOKENS, most)))
         return backend
@@ -169,12 +169,10 @@ class _Point:
         if used.get("tuned"):  # paths of this machine stay out of results
             name = Path(used["tuned"]).name
             used |= {"tuned": name, "reason": used["reason"].replace(used["tuned"], name)}
-        workload, made_by = self.workload, run_record()
-        machine = {"device": device_name(self.models.target), "threads": self.models.target.traits.num_threads}
-        by_category = {
-            name: [answer for item, answer in zip(workload.items, answers, strict=True) if item.category == name]
-            for name in workload.categories
-        }
+        made_by, target = run_record(), self.models.target
+        by_category: dict[str, list[TimedAnswer]] = {name: [] for name in self.workload.categories}
+        for item, answer in zip(self.workload.items, answers, strict=True):
+            by_category.get(item.category, []).append(answer)
         return {
             **({"build": backend.build} if backend.build else {}),
             "settings": used,
@@ -182,7 +180,7 @@ class _Point:
             "by_category": {name: self._sums_of(own) for name, own in by_category.items()},
             "first_token_seconds": round(median(answer.first_token_seconds for answer in answers), 6),
             "latency_seconds": round(median(answer.seconds for answer in answers), 6),
-            "machine": made_by["machine"] | machine,
+            "machine": made_by["machine"] | {"device": device_name(target), "threads": target.traits.num_threads},
             "versions": {**made_by["versions"], **backend.versions},
             "git_revision": made_by["git_revision"],
             "date": made_by["date"],

@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
 from drafter.proposers.options import METHODS, Method, drafting_class
 from drafter.utils.options import Options, comma_separated, part_of, suggestion
-from drafter.utils.validate import seed_field, within
+from drafter.utils.validate import flag_of, seed_field, within
 
 BASELINE = "none"  # plain decoding of this package
 # The engines that decode in a process of their own, and their packages.
@@ -26,29 +26,29 @@ _OPTIONS: dict[str, Mapping[str, str | tuple[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class MethodSpec:
+class MethodSpec(NamedTuple):
     """One method of a benchmark, read from its written form.
 
     Attributes:
         label: the written form, which the results use as the name.
         name: the method.
-        config, numbers: what the written form gives of :class:`EngineConfig`, and of the way to draft.
+        config: what the written form gives of the engine's settings.
+        numbers: what the written form gives of the way to draft.
         is_tuned: whether the file of `drafter tune` gives the size of the tree.
         gguf_weights: format of the weights in the GGUF file of llama.cpp.
     """
 
     label: str
     name: str
-    config: Mapping[str, Any]
+    config: EngineConfig
     numbers: Mapping[str, Any]
-    is_tuned: bool = False
-    gguf_weights: str = "BF16"
+    is_tuned: bool
+    gguf_weights: str
 
     @property
     def is_peer(self) -> bool:
         """Whether another engine decodes."""
-        return self.name == "hf-generate" or self.name in PEER_PACKAGES
+        return self.name not in METHODS
 
     def plan(self, models: LoadedModels, batch_size: int, compile: bool | None) -> Plan:
         """The engine's plan for this method; :func:`resolve` chooses what the written form leaves open.
@@ -58,12 +58,10 @@ class MethodSpec:
         """
         tuned = NO_FILE
         if self.is_tuned and models.drafter is not None:
-            path = tuned_path(models.drafter.name_or_path)
-            if not path.is_file():
-                raise ValueError(f"--methods {self.label} needs {path}: write it with `drafter tune`")
-            tuned = str(path)
-        given = {**self.config, "method": self.name, "max_num_seqs": batch_size, "compile": compile}
-        plan = resolve(EngineConfig(**given, tuned=tuned), *models)
+            tuned = str(tuned_path(models.drafter.name_or_path))
+            if not Path(tuned).is_file():
+                raise ValueError(f"--methods {self.label} needs {tuned}: write it with `drafter tune`")
+        plan = resolve(replace(self.config, max_num_seqs=batch_size, compile=compile, tuned=tuned), *models)
         return replace(plan, drafting=replace(plan.drafting, **self.numbers))
 
 
@@ -92,16 +90,14 @@ def parse_method(text: str) -> MethodSpec:
             raise ValueError(f"--methods {text}: {option_of[setting]} and {option} exclude each other")
         option_of[setting] = option
         given[setting] = (float if "." in number[2] else int)(number[2]) if number else value
-    of_spec = {key: given.pop(key) for key in ("is_tuned", "gguf_weights") if key in given}
-    config = {item.name: given.pop(item.name) for item in fields(EngineConfig) if item.name in given}
-    if "is_tuned" in of_spec and (config or given.keys() - {"coupled"}):
+    is_tuned, gguf_weights = given.pop("is_tuned", False), given.pop("gguf_weights", "BF16")
+    if is_tuned and given.keys() - {"coupled"}:
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
-    spec = MethodSpec(text, name, config, given, **of_spec)
-    if not spec.is_peer:
-        EngineConfig(**{"method": name, **config})  # checks the ranges
-        if given:
-            drafting_class(name)(**given)
-    return spec
+    known = {item.name: given.pop(item.name) for item in fields(EngineConfig) if item.name in given}
+    config = EngineConfig(method=name if name in METHODS else None, **known)
+    if given:
+        drafting_class(name)(**given)  # checks the ranges
+    return MethodSpec(text, name, config, given, is_tuned, gguf_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +187,7 @@ class BenchOptions(MethodOptions):
         for name in ("methods", "prompts", "batch_sizes", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} is empty or names a value twice: {', '.join(map(str, values))}")
+                raise ValueError(f"{flag_of(name)} is empty or names a value twice: {', '.join(map(str, values))}")
         self.pythons()
         if self.draft_model is None and "draft-model" in {spec.name for spec in self.specs}:
             raise ValueError("--methods draft-model needs a smaller model: give --draft-model NAME")

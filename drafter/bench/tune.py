@@ -42,13 +42,8 @@ def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> 
     return [Tree(min(width, widest), length, size) for size, width, length in shapes]
 
 
-def tune(
-    target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions
-) -> tuple[TunedSizes, list[list[float]]]:
+def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions) -> TunedSizes:
     """Measure the candidates of the options on a loaded target and its drafter, and choose.
-
-    Returns:
-        The plans, and the measurements: rows, W, L, N, seconds per step, tokens per step, number of steps.
 
     Raises:
         ValueError: no tree can be drafted, or no prompt leaves room for an answer.
@@ -58,18 +53,13 @@ def tune(
         raise ValueError(
             f"--prompts hold none of at most {target.max_length // 2} tokens, half of the target's context"
         )
-    calibration = _Calibration(target, drafter, fitting, options)
+    calibration = Calibration(target, drafter, fitting, options)
     rows = sorted(set(options.batch_sizes))
     end = time.perf_counter() + options.seconds
     for place, num_rows in enumerate(tqdm(rows, desc="Tuning", unit="size", disable=None)):
         calibration.measure(num_rows, (end - time.perf_counter()) / (len(rows) - place))
-    measured = [
-        [num_rows, *tree, round(each.step_seconds, 6), round(each.tokens_per_step, 4), len(seconds)]
-        for num_rows, times in calibration.seconds.items()
-        for tree, seconds in times.items()
-        for each in [calibration.measured(tree, median(seconds))]
-    ]
-    return calibration.sizes(), measured
+    conditions = conditions_of(target, drafter, is_compiled=calibration.engine.plan.compile)
+    return TunedSizes(**conditions, plans=tuple(RowPlan(num_rows, calibration.choices(num_rows)) for num_rows in rows))
 
 
 class _Steered(TreeSizer):
@@ -83,38 +73,45 @@ class _Steered(TreeSizer):
         return self.tree
 
 
-class _Calibration:
-    """Measures the candidates, for one number of rows after another."""
+class Calibration:
+    """Measures plain decoding and the candidates, for one number of rows after another.
+
+    Attributes:
+        engine: decodes the calibration prompts.
+        seconds: durations of the steps by number of rows and tree.
+        emitted: tokens of every step of every row by tree.
+    """
 
     def __init__(
         self, target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions
     ) -> None:
-        self._target, self._drafter = target, drafter
-        trees = candidates(options.tree_sizes, target.device.type, drafter.config.num_outputs)
-        self._steer = _Steered([PLAIN, *trees])
+        self._eos = target.eos_token_ids
+        self._trees = [PLAIN, *candidates(options.tree_sizes, target.device.type, drafter.config.num_outputs)]
+        self._steer = _Steered(self._trees)
         most = max(options.batch_sizes)
         config = EngineConfig(method="drafter", max_num_seqs=most, compile=options.compile, tuned="none")
-        self._engine = Engine(target, drafter, config, sizer=self._steer)
+        self.engine = Engine(target, drafter, config, sizer=self._steer)
         longest = max(map(len, prompts))
-        self._max_new_tokens = max(1, min(options.max_new_tokens, target.max_length - longest))
-        self._engine.reserve(longest + self._max_new_tokens + trees[-1].tree_size)
+        max_new_tokens = max(1, min(options.max_new_tokens, target.max_length - longest))
+        self.engine.reserve(longest + max_new_tokens + self._trees[-1].tree_size)
+        # Rows decode on after the end of their answers, so that the number of rows does not change.
+        self._params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         self._prompts = cycle(prompts)
-        self._emitted: defaultdict[Tree, list[int]] = defaultdict(list)  # tokens of every step of every row
         self.seconds: dict[int, dict[Tree, list[float]]] = {}
-        self._alive = trees  # candidates that could pay for as many rows as the last
+        self.emitted: defaultdict[Tree, list[int]] = defaultdict(list)
 
     def measure(self, num_rows: int, seconds: float) -> None:
-        """Rounds of one step with each candidate, while the time lasts.
+        """Rounds of one step with each tree, while the time lasts.
 
         Candidates that plain decoding beats even with much easier text are left out, also for more rows.
         """
         end = time.perf_counter() + seconds
-        times = self.seconds[num_rows] = {tree: [] for tree in [PLAIN, *self._alive]}
+        times = self.seconds[num_rows] = {tree: [] for tree in self._trees}
         requests: list[Request] = []
         num_rounds = 0
         # The first round does not count.
         while num_rounds <= _MIN_ROUNDS or (num_rounds <= _NUM_ROUNDS and time.perf_counter() < end):
-            for tree in [PLAIN, *self._alive]:
+            for tree in self._trees:
                 if not requests or any(request.is_finished for request in requests):
                     requests = self._start(num_rows)
                 elapsed = self._step(tree, requests)
@@ -122,57 +119,44 @@ class _Calibration:
                     times[tree].append(elapsed)
             num_rounds += 1
             if num_rounds == 1 + _MIN_ROUNDS:
-                fastest = {tree: self.measured(tree, min(times[tree])) for tree in [PLAIN, *self._alive]}
+                fastest = {tree: self.measured(tree, min(times[tree])) for tree in self._trees}
                 least = fastest.pop(PLAIN).rate()
-                self._alive = [tree for tree, each in fastest.items() if each.rate(max(_RATIOS)) > least]
+                self._trees = [PLAIN, *(tree for tree, each in fastest.items() if each.rate(max(_RATIOS)) > least)]
 
     def _start(self, num_rows: int) -> list[Request]:
         """New requests, prefilled, instead of the running ones."""
-        engine = self._engine
+        engine = self.engine
         engine.drop()
-        # Rows decode on after the end of their answers, so that the number of rows does not change.
-        params = SamplingParams(max_new_tokens=self._max_new_tokens, ignore_eos=True)
         self._steer.tree = PLAIN
         prompts = islice(self._prompts, num_rows)
-        requests = [engine.add(engine.make_request(prompt, params, want_text=False)) for prompt in prompts]
+        requests = [engine.add(engine.make_request(prompt, self._params, want_text=False)) for prompt in prompts]
         while not all(request.is_prefilled for request in requests):
             engine.step()
         return requests
 
     def _step(self, tree: Tree, requests: list[Request]) -> float:
         """Seconds of a step with one tree; its tokens are counted for rows whose answers go on."""
-        eos = self._target.eos_token_ids
-        is_going = {request.request_id: not any(token in eos for token in request.token_ids) for request in requests}
+        is_going = {request.request_id: set(self._eos).isdisjoint(request.token_ids) for request in requests}
         self._steer.tree = tree
         start = time.perf_counter()
-        updates = self._engine.step()
+        updates = self.engine.step()
         seconds = time.perf_counter() - start
         for update in updates:
             if is_going[update.request.request_id] and not update.request.is_finished:
-                self._emitted[tree].append(len(update.token_ids))
+                self.emitted[tree].append(len(update.token_ids))
         return seconds
 
     def measured(self, tree: Tree, seconds: float) -> MeasuredTree:
         """A tree with its tokens per step so far, and the seconds of a step."""
-        return MeasuredTree(*tree, max(1.0, fmean(self._emitted[tree] or [1])), seconds)
+        return MeasuredTree(*tree, max(1.0, fmean(self.emitted[tree] or [1])), seconds)
 
-    def sizes(self) -> TunedSizes:
-        """A plan for every number of rows."""
-        conditions = conditions_of(self._target, self._drafter, is_compiled=self._engine.plan.compile)
-        return TunedSizes(**conditions, plans=tuple(RowPlan(rows, self._choices(rows)) for rows in self.seconds))
-
-    def _choices(self, num_rows: int) -> tuple[MeasuredTree, ...]:
+    def choices(self, num_rows: int) -> tuple[MeasuredTree, ...]:
         """Plain decoding, and the trees that are fastest at some acceptance and faster than plain decoding."""
-        times = self.seconds[num_rows]
-        plain = self.measured(PLAIN, median(times[PLAIN]))
+        times = {tree: median(seconds) for tree, seconds in self.seconds[num_rows].items()}
         # A step with a tree is never cheaper than a plain step: a lower figure is noise.
-        choices = [
-            self.measured(tree, max(median(seconds), plain.step_seconds))
-            for tree, seconds in times.items()
-            if not tree.is_plain
-        ]
+        plain, *trees = (self.measured(tree, max(seconds, times[PLAIN])) for tree, seconds in times.items())
         least = (_WORTH + _WORTH_PER_DOUBLING * math.log2(num_rows)) * plain.rate()
-        worth = RowPlan(num_rows, tuple(choice for choice in choices if choice.rate() > least))
+        worth = RowPlan(num_rows, tuple(tree for tree in trees if tree.rate() > least))
         best = {worth.best(ratio) for ratio in _RATIOS if worth.choices}
         return (plain, *sorted(best, key=lambda choice: choice.tree[::-1]))
 

@@ -82,7 +82,6 @@ def distill(options: DistillOptions) -> None:
             _compare(server, options)
     else:
         answerer = engine_answerer(options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     report = run(
         answerer, options.prompts, options.out, part_of(options, AnswerSettings), num_prompts=options.num_prompts,
         columns=options.columns, exclude=options.exclude,

@@ -59,8 +59,8 @@ def evaluate(options: EvaluateOptions) -> None:
 
     from tqdm import tqdm
 
-    from drafter.bench.acceptance import counts_of, steps_along
-    from drafter.bench.workload import read_prompt_set
+    from drafter.bench.measure import counts_of, steps_along
+    from drafter.bench.workload import Workload, read_prompt_set
     from drafter.decoding.params import SamplingParams
     from drafter.engine.engine import Engine
     from drafter.utils.io import check_output, write_atomic
@@ -68,29 +68,28 @@ def evaluate(options: EvaluateOptions) -> None:
 
     if options.out is not None:
         check_output(options.out, overwrite=True)
-    workload = read_prompt_set(options.prompts).take(options.num_prompts) if options.traffic is None else None
+    is_recorded = options.traffic is not None
+    workload = Workload("", ()) if is_recorded else read_prompt_set(options.prompts).take(options.num_prompts)
     models = options.load_models()
     target = models.target
-    plan = replace(options.specs[0].plan(models, 1, options.compile), enable_prefix_caching=workload is None)
+    rows = _recorded(options, target) if is_recorded else []
+    plan = options.specs[0].plan(models, 1, options.compile)
+    plan = replace(plan, enable_prefix_caching=is_recorded, is_live=False)  # one tree for all steps
     engine = Engine(target, models.drafter, plan)
+    params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     accepted: dict[str, list[list[int]]] = defaultdict(list)  # tokens of each step of each answer, by category
-    source: dict[str, Any]
-    if workload is None:
-        rows = _recorded(options, target)
-        with tqdm(total=len(rows), unit="answer", disable=None) as bar:
+    with tqdm(total=len(rows) + len(workload.items), unit="answer", disable=None) as bar:
+        if is_recorded:
             accepted[""] = steps_along(engine, rows, bar.update)
+        for event in engine.stream(workload.encode(target), params):
+            if event.completion is not None:
+                accepted[workload.items[event.index].category].append(event.completion.num_accepted)
+                bar.update()
+    source: dict[str, Any] = {"prompts": {"name": workload.name, "digest": workload.digest}}
+    if is_recorded:
         num_tokens = sum(len(row.token_ids) for row in rows)
-        rate = num_tokens / sum(map(len, accepted[""]))
-        print(f"{rate:.3f} tokens per step along {len(rows)} recorded answers")
+        print(f"{num_tokens / sum(map(len, accepted[''])):.3f} tokens per step along {len(rows)} recorded answers")
         source = {"traffic": str(options.traffic), "num_tokens": num_tokens}
-    else:
-        params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-        with tqdm(total=len(workload.items), unit="answer", disable=None) as bar:
-            for event in engine.stream(workload.encode(target), params):
-                if event.completion is not None:
-                    accepted[workload.items[event.index].category].append(event.completion.num_accepted)
-                    bar.update()
-        source = {"prompts": {"name": workload.name, "digest": workload.digest}}
     counts = {name: counts_of(answers) for name, answers in accepted.items()}
     _print_tables(counts, counts_of(sum(accepted.values(), [])))
     if options.out is not None:

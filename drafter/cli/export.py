@@ -44,9 +44,5 @@ def export(options: ExportOptions) -> None:
     """Run `drafter export`."""
     from drafter.integrations.export import export as write
 
-    print(
-        write(
-            options.checkpoint, options.out, format=options.format, dtype=options.dtype, target=options.target,
-            copying=options.copying,
-        )
-    )  # fmt: skip
+    given = dict(vars(options))
+    print(write(given.pop("checkpoint"), **given))

@@ -38,8 +38,6 @@ COMMANDS: dict[str, str] = {
 
 _EXIT_ERROR = 2
 _LONGEST_ERROR = 1000  # characters
-_EXIT_INTERRUPT = 130  # 128 + SIGINT
-_EXIT_PIPE = 141  # 128 + SIGPIPE
 _HELP = ("-h", "--help")
 
 
@@ -53,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as stop:
         print(f"drafter: interrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
-        return _EXIT_INTERRUPT
+        return 130  # 128 + SIGINT
     except BrokenPipeError:
         # The reader of our output went away (`drafter ... | head`): also keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_PIPE
+        return 141  # 128 + SIGPIPE
     except Exception as error:
         if not _is_of_user(error):
             raise
@@ -109,16 +107,14 @@ def _dispatch(words: list[str]) -> int:
 
         print(__version__)
         return 0
-    if not words or words[0] in _HELP:
-        print(_overview())
-        return 0 if words else _EXIT_ERROR
-    name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), None)
+    name = next((name for name in (" ".join(words[:2]), " ".join(words[:1])) if name in COMMANDS), None)
     if name is None:
-        is_group = any(other.startswith(f"{words[0]} ") for other in COMMANDS)
-        if is_group and words[1:2] and words[1] in _HELP:
-            print(_overview(f"{words[0]} "))
-            return 0
-        given = " ".join(words[:2]) if is_group else words[0]
+        beginning = f"{words[0]} " if words and words[0] not in _HELP else ""
+        group = [other for other in COMMANDS if other.startswith(beginning)]
+        if group and (not words or not set(_HELP).isdisjoint(words[:2])):
+            print(_overview(group))
+            return 0 if words else _EXIT_ERROR
+        given = " ".join(words[:2]) if group else words[0]
         raise ValueError(f"unknown command {given!r}{suggestion(given, COMMANDS)}. Commands: {', '.join(COMMANDS)}")
     function, rest = load_command(name), words[len(name.split()) :]
     kind = options_class(function)
@@ -150,10 +146,10 @@ def options_class(function: Callable[..., Any]) -> type[Options] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Options) else None
 
 
-def _overview(beginning: str = "") -> str:
-    """The commands whose names begin so, in one line each."""
+def _overview(names: Sequence[str]) -> str:
+    """Commands, in one line each."""
     lines = ["usage: drafter COMMAND [--flags]", "", "Large language models answer faster, token for token the same.\n"]
-    for name in (name for name in COMMANDS if name.startswith(beginning)):
+    for name in names:
         function = load_command(name)
         text = inspect.getdoc(options_class(function) or function) or ""
         lines.append(f"  {name:<12}  {text.partition(chr(10))[0]}")

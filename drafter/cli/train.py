@@ -1,5 +1,6 @@
 """`drafter train`: Lightning's command line over our module and data."""
 
+import inspect
 from collections.abc import Sequence
 
 from drafter.targets.catalog import check_name
@@ -25,9 +26,7 @@ def train(words: Sequence[str]) -> None:
     A setting of the file is a flag of the same name, such as --model.optim.lr 1e-3. A given flag replaces the setting.
     The command prints the checkpoint; `drafter export CHECKPOINT --out DIR` turns the checkpoint into a drafter.
     """
-    if any(word in ("-h", "--help") for word in words):
-        import inspect
-
+    if not {"-h", "--help"}.isdisjoint(words):
         print(inspect.getdoc(train))
         return
     for word, following in zip(words, [*words[1:], ""], strict=False):
@@ -39,5 +38,5 @@ def train(words: Sequence[str]) -> None:
     try:
         run(["--help" if word == "--help-all" else word for word in config_first(words, "train")])
     except SystemExit as stop:  # of --print_config and --help
-        if stop.code not in (0, None):
+        if stop.code:
             raise

@@ -18,24 +18,20 @@ def tune(options: TuneOptions) -> None:
     from drafter.utils.io import check_output, write_atomic
     from drafter.utils.provenance import run_record
 
-    place = options.out if options.out is not None else tuned_path(options.drafter)
-    if options.out is None:
-        place.parent.mkdir(parents=True, exist_ok=True)
+    place = options.out or tuned_path(options.drafter)
     check_output(place, overwrite=options.overwrite or is_tuned_file(place))
     workload = read_prompt_set(options.prompts).take(options.num_prompts)
     target = options.load()
     drafter = load_drafter(options.drafter, target)
     prompts = workload.encode(target)
     print(f"measuring for about {options.seconds:g} seconds (--seconds)", file=sys.stderr)
-    sizes, measured = run_tune(target, drafter, prompts, options)
-    made_by = run_record()
+    sizes = run_tune(target, drafter, prompts, options)
     content = {
         **asdict(sizes),
         "target": target.name,
         "drafter": options.drafter,
         "calibration": {"prompts": workload.name, "digest": workload.digest, "num_prompts": len(prompts)},
-        "measured": measured,
-        **{key: made_by[key] for key in ("machine", "versions", "git_revision", "date")},
+        **{key: value for key, value in run_record().items() if key not in ("argv", "seed", "settings")},
     }
     write_atomic(place, json.dumps(content) + "\n")
     print(tuned_table(sizes))

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -76,19 +77,18 @@ def target(file: Path) -> Target:
 
 
 @pytest.fixture
-def llama_cpp_python() -> str:
+def pythons() -> dict[str, str]:
     """This Python, or the one that DRAFTER_TEST_PEER_PYTHON names."""
     python = os.environ.get("DRAFTER_TEST_PEER_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
         pytest.skip(f"{python} lacks llama-cpp-python")
-    return python
+    return {"llama-cpp-python": python}
 
 
 @pytest.fixture
-def llama_cpp(target: Target, llama_cpp_python: str) -> Iterator[PeerProcess]:
-    backend = start_peer(target, SPEC, 1, 64, {"llama-cpp-python": llama_cpp_python})
-    yield backend
-    backend.close()
+def llama_cpp(target: Target, pythons: dict[str, str]) -> Iterator[PeerProcess]:
+    with closing(start_peer(target, SPEC, 1, 64, pythons)) as backend:
+        yield backend
 
 
 def test_a_file_of_the_wanted_format_is_taken_as_it_is(file: Path) -> None:
@@ -98,8 +98,8 @@ def test_a_file_of_the_wanted_format_is_taken_as_it_is(file: Path) -> None:
         start_peer(tiny_target(), SPEC, 1, 64, {})
 
 
-def test_weights_are_the_targets_own_in_another_precision(file: Path, target: Target, llama_cpp_python: str) -> None:
-    start_peer(target, parse_method("llama-cpp:BF16"), 1, 64, {"llama-cpp-python": llama_cpp_python}).close()
+def test_weights_are_the_targets_own_in_another_precision(file: Path, target: Target, pythons: dict[str, str]) -> None:
+    start_peer(target, parse_method("llama-cpp:BF16"), 1, 64, pythons).close()
     new = gguf.GGUFReader(weights_file(file, "BF16"))
     tensors = {tensor.name: tensor for tensor in new.tensors}
     for tensor in gguf.GGUFReader(file).tensors:

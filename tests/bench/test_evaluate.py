@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter.bench.acceptance import counts_of, num_followed, steps_along
+from drafter.bench.measure import counts_of, num_followed, steps_along
 from drafter.cli.evaluate import EvaluateOptions, evaluate
-from drafter.cli.main import main
 from drafter.data.traffic import TrafficRow
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -74,24 +73,15 @@ def test_recorded_answers_are_counted_and_their_prompts_asked(files: Path, tmp_p
     assert recorded["acceptance"][""] == asked and recorded["traffic"] == str(tmp_path)
     shown = capsys.readouterr()
     assert "tokens per step along 2" in shown.out and "1 answers exceed the target's context" in shown.err
-    with pytest.raises(ValueError, match="leave --method lookup out"):
-        run(files, method="lookup", traffic=tmp_path)
 
 
 @pytest.mark.parametrize("context", ["last", "fused"])
 @pytest.mark.parametrize("num_prompts", [3, 12])
 def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
-    target, drafter = shared_target(), trained_drafter(context=context)
-    config = Plan.of(
-        "drafter",
-        max_num_seqs=4,
-        enable_prefix_caching=num_prompts > 3,
-        beam_width=4,
-        draft_length=3,
-        tree_size=8,
-    )
+    tree = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
+    plan = Plan.of("drafter", max_num_seqs=4, enable_prefix_caching=num_prompts > 3, **tree)
+    engine = Engine(shared_target(), trained_drafter(context=context), plan)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    engine = Engine(target, drafter, config)
     completions = engine.generate(prompts_for(num_prompts, seed=5), params)
     answers = [TrafficRow(each.prompt_ids, each.token_ids) for each in completions]
     finished: list[int] = []
@@ -103,17 +93,20 @@ def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
 
 
 def test_the_longest_prompt_alone_is_walked_too() -> None:
-    plan = Plan.of("drafter", beam_width=2, draft_length=2, tree_size=4)
-    engine = Engine(shared_target(), trained_drafter(), plan)
+    engine = Engine(shared_target(), trained_drafter(), Plan.of("drafter", beam_width=2, draft_length=2, tree_size=4))
     assert steps_along(engine, [TrafficRow([1], [2])]) == [[0]]
     assert steps_along(engine, []) == []
 
 
-def test_mistakes_are_one_line(files: Path, capsys) -> None:
-    words = ["evaluate", "--target", str(files / "target"), "--prompts", str(files / "prompts.jsonl")]
-    words += ["--drafter", str(files / "drafter")]
-    assert main([*words, "--method", "vllm"]) == 2
-    assert "--method vllm: evaluate measures none, drafter or lookup" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="drafter needs a drafter: give --drafter DIR"):
-        EvaluateOptions(target="owner/other")
-    assert EvaluateOptions(target="smollm2-135m").drafter is None, "the package's own"
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"method": "vllm"}, "--method vllm: evaluate measures none, drafter or lookup"),
+        ({"method": "lookup", "traffic": Path("t")}, "--traffic t counts .*: leave --method lookup out"),
+        ({"target": "owner/other"}, "drafter needs a drafter: give --drafter DIR"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EvaluateOptions(**{"target": "smollm2-135m", **changes})
+    assert EvaluateOptions(target="smollm2-135m").drafter_used == "smollm2-135m", "the package's own"

@@ -29,14 +29,22 @@ def run(method: str, *, rate: float, categories: dict[str, float] | None = None,
     return {**PLAIN, "method": method, **sums, **changes}
 
 
+def pair(round: int = 0, factor: float = 1.0, **changes: Any) -> list[BenchRecord]:
+    """A run of plain decoding, and one of `lookup` that is twice as fast."""
+    return [run(method, rate=rate * factor, round=round, **changes) for method, rate in (("none", 10), ("lookup", 20))]
+
+
 def test_speedups_are_ratios_within_a_round() -> None:
-    records = [run(method, rate=rate / (1 + number), round=number) for number in (0, 1)
-               for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
-    (methods,) = summarise(records)
-    lookup = methods[1]
-    assert tuple(lookup.speedup or ()) == pytest.approx((2.0, 2.0, 2.0))
-    assert tuple(lookup.rate) == pytest.approx((15.0, 10.0, 20.0))
+    ((_, lookup),) = summarise([*pair(), *pair(1, factor=0.5)])
+    assert lookup.over("none") == pytest.approx((2.0, 2.0, 2.0))
+    assert lookup.rate == pytest.approx((15.0, 10.0, 20.0))
     assert lookup.tokens_per_step == pytest.approx(2.0)
+
+
+def test_tables_have_baselines_of_their_own() -> None:
+    """Settings of plain decoding that differ between tables are no two kinds of plain decoding."""
+    tables = summarise([*pair(), *pair(max_new_tokens=7, compile=True)])
+    assert [[method.label for method in methods] for methods in tables] == [["none", "lookup"]] * 2
 
 
 def test_the_table_says_what_was_measured() -> None:
@@ -68,12 +76,10 @@ def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
 
 
 def test_seeds_are_corners_of_their_own() -> None:
-    records = [run(method, rate=rate * seed, seed=seed, temperature=1.0)
-               for seed in (3, 7) for method, rate in (("none", 10.0), ("lookup", 20.0))]  # fmt: skip
+    records = [*pair(seed=3, temperature=1.0), *pair(seed=7, temperature=1.0, factor=3.0)]
     tables = summarise(records)
     assert [methods[0].rounds[0]["seed"] for methods in tables] == [3, 7]
-    for _, lookup in tables:
-        assert len(lookup.rounds) == 1 and (lookup.speedup or (0,))[0] == pytest.approx(2.0)
+    assert all(lookup.over("none") == pytest.approx((2.0, 2.0, 2.0)) for _, lookup in tables)
     assert "## prompts-mtbench, temperature 1, seed 3\n" in report(records)
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from drafter.bench.settings import BenchOptions, parse_method
+from drafter.engine.settings import EngineConfig
 
 
 def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() -> None:
@@ -14,9 +15,9 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("lookup:W3:L6:N8", {"tree_size": 8}, {"num_matches": 3, "lookup_length": 6}),
     ):
         spec = parse_method(text)
-        assert (spec.name, spec.config, spec.numbers) == (text.split(":")[0], config, knobs), text
+        assert (spec.config, spec.numbers) == (EngineConfig(method=spec.name, **config), knobs), text
     tuned = parse_method("drafter:tuned:uncoupled")
-    assert tuned.is_tuned and tuned.numbers == {"coupled": False} and not tuned.config
+    assert tuned.is_tuned and tuned.numbers == {"coupled": False} and tuned.config == EngineConfig(method="drafter")
 
 
 @pytest.mark.parametrize(

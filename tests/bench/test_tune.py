@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafter.bench.settings import TuneOptions
-from drafter.bench.tune import _Calibration, candidates, tune, tuned_table
+from drafter.bench.tune import Calibration, candidates, tune, tuned_table
 from drafter.cli.main import main
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -31,19 +31,19 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> None:
     """Steps that take 10 ms and so much more for every node and row: a machine whose costs are known."""
-    step = _Calibration._step
+    step = Calibration._step
 
-    def timed(self: _Calibration, tree: Tree, running: list[Request]) -> float:
+    def timed(self: Calibration, tree: Tree, running: list[Request]) -> float:
         step(self, tree, running)
         return 0.01 + seconds_per_node * len(running) * tree.tree_size
 
-    monkeypatch.setattr(_Calibration, "_step", timed)
+    monkeypatch.setattr(Calibration, "_step", timed)
 
 
 def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompts_for(6, seed=21)
     _scaled_steps(monkeypatch, 1e-7)
-    cheap, _ = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    cheap = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
     assert [plan.num_rows for plan in cheap.plans] == [1, 2]
     for plan in cheap.plans:
         best = plan.best()
@@ -52,14 +52,16 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
     monkeypatch.undo()
     _scaled_steps(monkeypatch, 3e-2)
     monkeypatch.setattr(TorchRuntime, "traits", shared_target().traits._replace(number_format="stored"))
-    dear, measured = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
+    dear = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
     assert [plan.choices for plan in dear.plans] == [plan.choices[:1] for plan in dear.plans]
     assert all(plan.best().tree == PLAIN for plan in dear.plans)
     assert [each.dtype for each in (cheap, dear)] == ["float32", "stored"]
     assert tuned_table(dear).splitlines()[2].replace(" ", "").startswith("|1|1|-|-|1.00|")
-    # Candidates that cannot pay for one row are not measured for two.
-    assert {tuple(line[:4]) for line in measured} >= {(1, 2, 1, 2), (2, *PLAIN)}
-    assert not [line for line in measured if line[0] == 2 and line[3] > 1]
+    calibration = Calibration(shared_target(), trained_drafter(), prompts, SETTINGS)
+    for num_rows in (1, 2):
+        calibration.measure(num_rows, 20)
+    assert {tree.tree_size for tree in calibration.seconds[1]} == {1, 2, 4, 8}
+    assert list(calibration.seconds[2]) == [PLAIN], "what cannot pay for one row is not measured for two"
 
 
 def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +74,16 @@ def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPa
     _scaled_steps(monkeypatch, 1e-7)
     prompts = prompts_for(8, seed=5)
     settings = TuneOptions(**MODELS, batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
-    _, measured = tune(shared_target(), trained_drafter(), prompts, settings)
+    calibration = Calibration(shared_target(), trained_drafter(), prompts, settings)
+    calibration.measure(4, 60)
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
-    for _, width, length, size, _, tokens_per_step, num_steps in measured[1:]:
-        config = EngineConfig(beam_width=int(width), draft_length=int(length), tree_size=int(size))
+    _, *trees = calibration.seconds[4]
+    for tree in trees:
+        config = EngineConfig(**tree._asdict())
         whole = Engine(shared_target(), trained_drafter(), config).generate(prompts, params)
         decoded = sum(len(item.token_ids) for item in whole) / sum(item.num_target_forwards for item in whole)
-        assert tokens_per_step == pytest.approx(decoded, rel=0.15) and num_steps == 60
+        assert calibration.measured(tree, 1.0).tokens_per_step == pytest.approx(decoded, rel=0.15)
+        assert len(calibration.seconds[4][tree]) == 60
 
 
 def test_candidates_suit_the_device_and_the_drafter() -> None:
@@ -105,7 +110,7 @@ def test_the_command_writes_a_file_that_other_commands_take(
     path = tmp_path / "drafter" / "tuned.json"
     assert str(path) in shown.err and "tokens/step" in shown.out
     content = json.loads(path.read_text())
-    assert content["calibration"]["num_prompts"] == 2 and len(content["measured"]) == 2
+    assert content["calibration"]["num_prompts"] == 2
     assert [plan.num_rows for plan in read_tuned(path).plans] == [1]
     out = tmp_path / "answers.jsonl"
     assert main(["decode", *models, "--prompt", "x", "--max-new-tokens", "2", "--out", str(out)]) == 0

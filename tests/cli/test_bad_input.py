@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafter.engine.engine import Engine
+from drafter.serving.listen import bind
 from drafter.targets import chat
 from tests.cli.conftest import Refused
 from tests.data.tiny import write_jsonl
@@ -18,51 +19,50 @@ def decode(target: str, *words: str) -> list[str]:
     return ["decode", "--target", target, "--device", "cpu", "--method", "none", *words]
 
 
-def test_bad_prompt_files(target: str, refused: Refused, tmp_path: Path) -> None:
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    refusals = [(["hi"], "line 2: a row must be an object"), ({"prompt": "long " * 40}, "context is 128: shorten")]
-    for row, message in refusals:
-        write_jsonl(file, [{"prompt": "hi"}, row])
-        refused(decode(target, "--prompts", str(file), "--out", str(out)), message)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [(["hi"], "line 2: a row must be an object"), ({"prompt": "long " * 40}, "context is 128: shorten")],
+)
+def test_bad_prompt_files(row: object, message: str, target: str, refused: Refused, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hi"}, row])
+    refused(decode(target, "--prompts", file, "--out", str(tmp_path / "out.jsonl")), message)
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 def test_missing_things(target: str, refused: Refused, tmp_path: Path) -> None:
-    refused(decode(target, "--prompts", "none.jsonl"), "none.jsonl: there is no such file")
-    refused(decode(target, "--prompts", str(tmp_path)), "is a folder")
-    refused(decode(target, "--prompt", ""), "--prompt is empty")
-    refused(decode("smollm", "--prompt", "hi"), "unknown target 'smollm': give an alias (smollm2-135m)")
-    refused(decode("./none", "--prompt", "hi"), "--target ./none: there is no such file or folder")
-    refused(decode(target, "--prompt", "hi", "--out", str(tmp_path)), "is a folder: name a file in it")
-    refused(decode(target, "--compare", "--prompt", "hi"), "--compare sets a method beside")
-    refused(decode(target, "--out", "x.jsonl"), "need --prompt or --prompts")
-    refused(decode(target, "--prompt", "hi", "--device", "gpu"), "--device 'gpu'")
-    words = ["decode", "--target", target, "--prompt", "hi", "--drafter"]
-    refused([*words, str(tmp_path / "none")], "there is no such folder")
-    refused([*words, str(tmp_path)], "holds no config.json")
-    refused(["export", str(tmp_path / "none.ckpt"), "--out", str(tmp_path / "d")], "none.ckpt")
+    folder = str(tmp_path)
+    for words, message in (
+        (["--prompts", "none.jsonl"], "none.jsonl: there is no such file"),
+        (["--prompts", folder], "is a folder"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "hi", "--target", "smollm"], "unknown target 'smollm': give an alias (smollm2-135m)"),
+        (["--prompt", "hi", "--target", "./none"], "--target ./none: there is no such file or folder"),
+        (["--prompt", "hi", "--out", folder], "is a folder: name a file in it"),
+        (["--prompt", "hi", "--compare"], "--compare sets a method beside"),
+        (["--out", "x.jsonl"], "need --prompt or --prompts"),
+        (["--prompt", "hi", "--device", "gpu"], "--device 'gpu'"),
+        (["--prompt", "hi", "--method", "drafter", "--drafter", f"{folder}/none"], "there is no such folder"),
+        (["--prompt", "hi", "--method", "drafter", "--drafter", folder], "holds no config.json"),
+    ):
+        refused(decode(target, *words), message)
+    refused(["export", f"{folder}/none.ckpt", "--out", f"{folder}/d"], "none.ckpt")
     assert not list(tmp_path.iterdir())
 
 
 def test_damaged_weights(target: str, drafter: str, refused: Refused, tmp_path: Path) -> None:
     for name, folder in (("target", target), ("drafter", drafter)):
-        copy = tmp_path / name
-        shutil.copytree(folder, copy)
-        weights = copy / "model.safetensors"
+        weights = Path(shutil.copytree(folder, tmp_path / name)) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-50])
-    refused(decode(str(tmp_path / "target"), "--prompt", "hi"), "--target", "target'")
+    copy = tmp_path / "target"
+    refused(decode(str(copy), "--prompt", "hi"), "--target", "target'")
     words = ["decode", "--target", target, "--device", "cpu", "--prompt", "hi", "--drafter", str(tmp_path / "drafter")]
     refused(words, "--drafter", "cannot be read")
-    (tmp_path / "target" / "model.safetensors").unlink()
-    shutil.copy(Path(target) / "model.safetensors", tmp_path / "target" / "model-00001-of-00001.safetensors")
-    for index in ("[]", "[" * 50_000):  # the native runtime reads none
-        (tmp_path / "target" / "model.safetensors.index.json").write_text(index)
-        words = [
-            *decode(str(tmp_path / "target"), "--prompt", "hi"),
-            "--runtime",
-            "torch",
-        ]  # the native one reads no index
-        refused(words, "--target", "cannot be loaded")
+    (copy / "model.safetensors").unlink()
+    shutil.copy(Path(target) / "model.safetensors", copy / "model-00001-of-00001.safetensors")
+    for index in ("[]", "[" * 50_000):
+        (copy / "model.safetensors.index.json").write_text(index)
+        # The native runtime reads no index.
+        refused(decode(str(copy), "--prompt", "hi", "--runtime", "torch"), "--target", "cannot be loaded")
 
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -72,31 +72,61 @@ def test_chat_templates_of_strangers(
     target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.25)
-    copy, file = tmp_path / "target", tmp_path / "p.jsonl"
-    shutil.copytree(target, copy)
+    copy = shutil.copytree(target, tmp_path / "target")
     for left in copy.glob("*.jinja"):
         left.unlink()
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": NESTED}))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    write_jsonl(file, [{"messages": turns}])
+    file = write_jsonl(tmp_path / "p.jsonl", [{"messages": turns}])
     name = f"the chat template of {str(copy)!r}"
-    both = ["--target", str(copy), "--prompts", str(file)]
+    both = ["--target", str(copy), "--prompts", file, "--device", "cpu", "--out"]
     for words in (
         decode(str(copy), "--prompt", "hi"),
-        ["distill", *both, "--out", str(tmp_path / "a.jsonl"), "--device", "cpu", "--method", "none"],
-        ["data", "inspect", str(file), "--target", str(copy)],
-        ["bench", *both, "--methods", "none", "--device", "cpu", "--out", str(tmp_path / "r.jsonl")],
-        ["tune", *both, "--drafter", drafter, "--device", "cpu", "--out", str(tmp_path / "t.json")],
+        ["distill", *both, str(tmp_path / "a.jsonl"), "--method", "none"],
+        ["data", "inspect", file, "--target", str(copy)],
+        ["bench", *both, str(tmp_path / "r.jsonl"), "--methods", "none"],
+        ["tune", *both, str(tmp_path / "t.json"), "--drafter", drafter],
     ):
         refused(words, name, "took longer than 0.25 seconds")
     with pytest.raises(ValueError, match=re.escape(name)):
         Engine.load(str(copy), device="cpu", method="none").generate([[turns[0]]])
 
 
-def test_drafter_of_another_target_or_kind(target: str, drafter: str, refused: Refused, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-        other = make_target(tmp_path, seed=1)
+def test_drafter_of_another_target_or_kind(
+    target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    other = make_target(tmp_path, seed=1)
     refused(["decode", "--target", other, "--drafter", drafter, "--prompt", "hi"], "trained for target 'tiny'", other)
     refused(["decode", "--target", target, "--drafter", target, "--prompt", "hi"], "--drafter")
+
+
+def test_benchmarks_that_cannot_be(target: str, tmp_path: Path, refused: Refused) -> None:
+    prompts, results = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "one"}]), tmp_path / "r.jsonl"
+    words = ["bench", "--target", target, "--methods", "lookup", "--prompts", prompts, "--out", str(results)]
+    refused([*words, "--prompts", "nowhere.jsonl"], "nowhere.jsonl")
+    refused([*words, "--out", "x.txt"], "--out x.txt must be a file NAME.jsonl")
+    results.write_text('{"schema": "older/0"}\n')
+    refused(words, "not a benchmark result of schema 'drafter-bench/1'")
+    results.write_text(foreign := '{"prompt": "no line feed behind it"}')
+    refused(words, "r.jsonl")
+    assert results.read_text() == foreign
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded(refused: Refused) -> None:
+    with bind("127.0.0.1", 0) as socket:
+        socket.listen()
+        words = ["serve", "--target", "no/such-target", "--port", str(socket.getsockname()[1])]
+        refused(words, "drafter: error: cannot listen on 127.0.0.1", "--port")
+    with pytest.raises(OSError, match="cannot listen on no.such.host.invalid"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_servers_that_cannot_start(target: str, tmp_path: Path, refused: Refused) -> None:
+    long = shutil.copytree(target, tmp_path / "target")  # a context long enough to ask for too much
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
+    words = ["serve", "--target", str(long), "--port", "0", "--device", "cpu"]
+    refused([*words, "--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs, --max-model-len")
+    refused([*words, "--drafter", "nowhere"], "--drafter nowhere")

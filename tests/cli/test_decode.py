@@ -1,4 +1,4 @@
-"""`drafter decode`, `distill` and `data inspect` from end to end, on a tiny target."""
+"""`drafter decode`, `distill`, `data inspect` and `bench` from end to end, on a tiny target."""
 
 import inspect
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafter.bench.measure import compare
 from drafter.cli import decode as cli_decode
 from drafter.cli.decode import _verdict
 from drafter.cli.main import main
@@ -74,9 +75,11 @@ def test_a_difference_is_named_with_the_targets_margin(target: str) -> None:
     plain, *others = ([4, 9, 11, 2], [4, 9, 30, 2], [4, 9])
     shown = [_verdict(model, written(plain), written(other), is_greedy=True) for other in (plain, *others)]
     logits_V = model.logits(model.forward(torch.tensor([[5, 6, 4, 9]])).hidden_BTD)[0, -1]
-    margin = abs(float(logits_V[11] - logits_V[30]))
-    assert shown == ["yes", f"no: token 3, logits {margin:.3f} apart", "no: one ends at token 2"]
+    margin = float(logits_V[11] - logits_V[30])
+    assert shown == ["yes", f"no: token 3, logits {abs(margin):.3f} apart", "no: one ends at token 2"]
     assert _verdict(model, written(plain), written(others[0]), is_greedy=False) == "no: token 3"
+    compared = compare(model, [[5, 6]] * 3, [plain] * 3, [plain, *others])
+    assert compared == {"num_prompts": 3, "num_identical": 1, "margins": [pytest.approx(margin, abs=1e-5)]}
 
 
 def written(token_ids: list[int]) -> Request:
@@ -125,15 +128,30 @@ def test_distill_then_inspect(
     rows = rows_of(out)
     assert len(rows) == 4 and {row["messages"][0]["content"] for row in rows} == {"one", "two"}
     assert json.loads(out.with_suffix(".run.json").read_text())["settings"]["num_new"] == 4
-    capsys.readouterr()
-    assert main([*words, *("--method", "none")]) == 0
+    assert main([*words, "--method", "none"]) == 0
     assert rows_of(out) == rows
     good = tmp_path / "good.jsonl"
     good.write_text('{"prompt": "hi", "response": "hello"}\n')
+    capsys.readouterr()
     assert main(["data", "inspect", str(good), "--target", target]) == 0
     assert "⟦hello<|im_end|>⟧" in capsys.readouterr().out
     refused(["distill", "--out", str(out)], "give --target, or --endpoint with --model")
     refused(["distill", "--out", str(out), "--endpoint", "http://h:1"], "--endpoint needs --model")
+
+
+def test_bench_measures_and_prints_the_table(
+    target: str, drafter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, config, out = (tmp_path / name for name in ("mine.jsonl", "bench.yaml", "r.jsonl"))
+    prompts.write_text('{"turns": ["one", "two"], "category": "a"}\n{"prompt": "three", "category": "b"}\n')
+    config.write_text(f"target: {target}\nprompts: {prompts}\nmethods: [none, drafter]\nmax_new_tokens: 4\nrounds: 3\n")
+    words = ["bench", "--config", str(config), "--drafter", drafter, "--rounds", "1", "--out", str(out)]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "| drafter" in shown.out and "2 runs made" in shown.err
+    assert main(words) == 0 and "0 runs made" in capsys.readouterr().err
+    assert main(["bench", "report", str(out)]) == 0
+    assert capsys.readouterr().out == shown.out
 
 
 def test_a_prompt_enters_at_most_14_files_before_the_first_step(target: str, drafter: str) -> None:

@@ -1,8 +1,9 @@
-"""Every number that a user can give has a range, and a value beyond the range is one line that names the flag."""
+"""Options: numbers beyond their range are refused in one line that names the flag; the names that a server has."""
 
 import math
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -11,6 +12,7 @@ from drafter.cli.main import COMMANDS, load_command, options_class
 from drafter.decoding.params import SamplingParams
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig
+from drafter.serving.options import ServeOptions
 from drafter.training.options import Objective, OptimOptions
 from drafter.utils.validate import Range, range_of
 
@@ -51,3 +53,13 @@ def test_every_number_has_a_range_and_is_refused_beyond_it(kind: type) -> None:
         for value in beyond(span, number):
             with pytest.raises(ValueError, match=rf"{re.sub('[_-]', '[_-]', name)} is \S+ but must be [^\n]*$"):
                 kind(**given, **{name: (value,) if is_tuple else value})
+
+
+def test_names_that_clients_see_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, name in ((str(tmp_path), tmp_path.name), ("owner/model", "owner/model"), ("./x/a.gguf", "a.gguf")):
+        assert ServeOptions(target=target).served_name == name
+    assert ServeOptions(target="a", model_name="b").served_name == "b"
+    options = ServeOptions(target="a")
+    assert (options.host, options.cors_origin, options.api_key) == ("127.0.0.1", (), ()), "nobody else comes in"
+    monkeypatch.setenv("DRAFTER_API_KEY", "from-environment")
+    assert ServeOptions(target="a", api_key=("x",)).api_keys == ("x", "from-environment")
