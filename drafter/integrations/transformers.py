@@ -1,8 +1,5 @@
 """``generate`` with a drafter for a model of transformers in memory, and registration with the Auto classes.
 
-    from drafter.integrations.transformers import generate
-    output = generate(model, tokenizer(text, return_tensors="pt"), drafter="my-drafter", max_new_tokens=128)
-
 ``model.generate`` itself reads the settings, and hands what it made of them to our decoding. Greedy tokens are those of
 ``model.generate(...)``; sampled tokens have the same distribution. The import of this module registers the drafter with
 AutoConfig and AutoModel.

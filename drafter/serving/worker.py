@@ -84,7 +84,7 @@ class Worker:
             ApiError: 429 when the queue is full, 503 when the server stops or its engine has failed, 400 when the
                 answer alone is larger than the queue.
         """
-        if self.state in ("draining", "dead"):
+        if self.state != "ready":
             what = "is shutting down" if self.state == "draining" else "has lost its engine"
             raise ApiError(503, f"the server {what}: try again later", headers=TRY_LATER)
         if num_texts > self.capacity:
