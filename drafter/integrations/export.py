@@ -12,9 +12,9 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,93 +33,23 @@ from drafter.utils.provenance import write_run_record
 
 # Every exported folder carries a copy of this script for ``model.generate(custom_generate=FOLDER)`` of transformers.
 CUSTOM_GENERATE = Path(__file__).parent.parent / "assets" / "smollm2-135m" / "custom_generate"
-_CARD = """---
-library_name: drafter
-pipeline_tag: text-generation
-tags: [speculative-decoding, recurrent-drafter]
----
-# Recurrent drafter for {target}
-
-A small recurrent head that drafts tokens for `{target}`{revision}. The target checks every draft, so its answers stay
-exactly as they are; they only come in fewer steps.
-
-```
-drafter decode --target {target} --drafter THIS_FOLDER --prompt "What is a prime number?"
-```
-
-With transformers alone in front (the package `drafter` installed; the folder's own script is run):
-
-```python
-model.generate(**inputs, max_new_tokens=128, custom_generate="THIS_FOLDER", trust_remote_code=True)
-```
-
-{num_parameters:,} parameters, head {head}. {num_outputs:,} of {vocab_size:,} tokens can be drafted. Trained to depth
-{draft_length} on {trained_positions:,} positions in {steps:,} steps.{measured}
-
-It works with this target only; another, also a fine-tuned one, is refused by a fingerprint of the weights. `run.json`
-says how this folder was made.
-
-## Training
-```json
-{training}
-```
-"""
+_CARD = Path(__file__).parent / "card.md"
 
 
-class _Export(NamedTuple):
-    """What a format writes: the drafter in its number format, its target where one is needed, the facts of run.json."""
-
-    drafter: RecurrentDrafter
-    target: Target | None
-    facts: dict[str, Any]
-    copying: bool
-    out: Path
-
-
-def _write_drafter(folder: Path, made: _Export) -> None:
-    made.drafter.save_pretrained(folder)
-    (folder / "README.md").write_text(model_card(made.drafter, made.facts), encoding="utf-8")
-    write_run_record(folder, settings=made.facts)
-    (folder / CUSTOM_GENERATE.name).mkdir()
-    for file in CUSTOM_GENERATE.glob("*.*"):  # not their modes: the package may be read-only
-        shutil.copyfile(file, folder / CUSTOM_GENERATE.name / file.name)
-    _keep_sizes(made.drafter, made.out, folder)
-
-
-def _write_apple(folder: Path, made: _Export) -> None:
-    output_weight_VD = None if made.target is None else made.target.output_weight_VD
-    apple_format.write_folder(folder, made.drafter.config, made.drafter.state_dict(), output_weight_VD)
-
-
-def _write_vllm(folder: Path, made: _Export) -> None:
-    assert made.target is not None
-    write_vllm(folder, made.drafter, made.target, copying=made.copying)
-
-
-class _Format(NamedTuple):
-    """A format: the text by which an earlier export is known, the files that it may hold, its name, its writer."""
-
-    mark: str
-    files: tuple[str, ...]
-    what: str
-    write: Callable[[Path, _Export], None]
-
-
-_BOTH = ("config.json", WEIGHTS)
-FORMATS = {
-    "drafter": _Format(
-        DrafterConfig.model_type, (*_BOTH, "README.md", "run.json", CUSTOM_GENERATE.name, TUNED_FILE),
-        "exported drafter", _write_drafter,
+# The text by which an earlier export is known, its name, and what its folder may hold beside the drafter's two files.
+_FORMATS = {
+    "drafter": (
+        DrafterConfig.model_type, "exported drafter", ("README.md", "run.json", CUSTOM_GENERATE.name, TUNED_FILE)
     ),
-    "apple": _Format(apple_format.MODEL_TYPE, (*_BOTH, "run.json"), "published drafter", _write_apple),
-    "vllm": _Format(ARCHITECTURE, (*_BOTH, "README.md"), "drafter for vLLM", _write_vllm),
+    "apple": (apple_format.MODEL_TYPE, "published drafter", ("run.json",)),
+    "vllm": (ARCHITECTURE, "drafter for vLLM", ("README.md",)),
 }  # fmt: skip
 
 
 def check_export(out: Path, format: str = "drafter") -> None:
     """Refuse a folder that an export may not replace: one that holds anything but an earlier export (ValueError)."""
-    mark, files, what, _ = FORMATS[format]
-    check_output_folder(out, mark=mark, files=files, what=what)
+    mark, what, files = _FORMATS[format]
+    check_output_folder(out, mark=mark, files=("config.json", WEIGHTS, *files), what=what)
 
 
 def export(
@@ -138,7 +68,7 @@ def export(
         source: a .ckpt file of ``drafter train``; for ``apple`` and ``vllm`` an exported folder, too, or a drafter in
             memory, which stays as it is.
         out: the folder.
-        format: a key of ``FORMATS``.
+        format: ``drafter``, ``apple`` or ``vllm``.
         dtype: ``bfloat16`` or ``float32`` weights.
         target: the drafter's target or its name, for ``vllm`` and a tied head in ``apple``; None: by the drafter's own
             record.
@@ -165,8 +95,31 @@ def export(
         drafter = drafter_of_checkpoint(source)
     drafter.to(getattr(torch, dtype))
     if target is not None or format == "vllm" or (format == "apple" and drafter.config.head == "tied"):
-        target = target if isinstance(target, Target) else _target_of(drafter.config, target)
+        if not isinstance(target, Target):
+            name = target or drafter.config.target_name
+            if not name:
+                raise ValueError("the drafter does not say which target it was trained for: give --target")
+            revision = drafter.config.target_revision
+            target = load_target(name, dtype="auto", device="auto", revision=revision, is_trainable=True)
         check_target(drafter.config, target)
+    with replacing(out) as folder:
+        folder.mkdir()
+        if format == "drafter":
+            _write_own(folder, drafter, trained, facts or {}, out)
+        elif format == "apple":
+            output_weight_VD = None if target is None else target.output_weight_VD
+            apple_format.write_folder(folder, drafter.config, drafter.state_dict(), output_weight_VD)
+        else:
+            assert target is not None
+            write_vllm(folder, drafter, target, copying=copying)
+        shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
+    return out
+
+
+def _write_own(
+    folder: Path, drafter: RecurrentDrafter, trained: Mapping[str, Any], facts: Mapping[str, Any], earlier: Path
+) -> None:
+    """Write our own format; ``trained``: the checkpoint, of which run.json and the card tell the training."""
     facts = {
         "trained_positions": trained.get("num_positions", 0),
         "steps": trained.get("global_step", 0),
@@ -174,20 +127,15 @@ def export(
         "metrics": trained.get("metrics", {}),
         "training": trained.get("hyper_parameters", {}),
         "data": trained.get("data", {}),
-        **(facts or {}),
+        **facts,
     }
-    with replacing(out) as folder:
-        folder.mkdir()
-        FORMATS[format].write(folder, _Export(drafter, target, facts, copying, out))
-        shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors writes for one user only
-    return out
-
-
-def _target_of(config: DrafterConfig, name: str | None) -> Target:
-    name = name or config.target_name
-    if not name:
-        raise ValueError("the drafter does not say which target it was trained for: give --target")
-    return load_target(name, dtype="auto", device="auto", revision=config.target_revision, is_trainable=True)
+    drafter.save_pretrained(folder)
+    (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
+    write_run_record(folder, settings=facts)
+    (folder / CUSTOM_GENERATE.name).mkdir()
+    for file in CUSTOM_GENERATE.glob("*.*"):  # not their modes: the package may be read-only
+        shutil.copyfile(file, folder / CUSTOM_GENERATE.name / file.name)
+    _keep_sizes(drafter, earlier, folder)
 
 
 def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
@@ -207,7 +155,7 @@ def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
     """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data."""
     config = drafter.config
     rate = facts.get("metrics", {}).get("val/tokens_per_step")
-    return _CARD.format(
+    return _CARD.read_text(encoding="utf-8").format(
         **{name: getattr(config, name) for name in ("head", "num_outputs", "vocab_size", "draft_length")},
         target=_plain(config.target_name or "an unnamed target"),
         revision=f" (revision `{_plain(config.target_revision)}`)" if config.target_revision else "",

@@ -1,8 +1,5 @@
 """``generate`` with a drafter for a model of transformers in memory, and registration with the Auto classes.
 
-    from drafter.integrations.transformers import generate
-    output = generate(model, tokenizer(text, return_tensors="pt"), drafter="my-drafter", max_new_tokens=128)
-
 ``model.generate`` itself reads the settings, and hands what it made of them to our decoding. Greedy tokens are those of
 ``model.generate(...)``; sampled tokens have the same distribution. The import of this module registers the drafter with
 AutoConfig and AutoModel.
@@ -20,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -129,13 +127,12 @@ class DrafterDecoder:
             raise ValueError(
                 f"{refused[0]} cannot be honoured with a drafter: switch it off, or generate without the drafter"
             )
-        num_rows, length = input_ids.shape
-        if receiver is not None and num_rows > 1:
-            raise ValueError(f"a streamer takes one row, not {num_rows}")
+        if receiver is not None and len(input_ids) > 1:
+            raise ValueError(f"a streamer takes one row, not {len(input_ids)}")
         eos, pad = generation_config.eos_token_id, generation_config.pad_token_id
         stops: list[int] = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
         params = SamplingParams(
-            max_new_tokens=generation_config.max_length - length,
+            max_new_tokens=generation_config.max_length - input_ids.shape[1],
             stop_token_ids=tuple(stops),
             ignore_eos=True,
         )
@@ -143,7 +140,7 @@ class DrafterDecoder:
             warping = {_WARPERS[type(part)]: getattr(part, _WARPERS[type(part)]) for part in logits_processor}
             params = replace(params, **{"temperature": 1.0, **warping})
             seed = int(torch.randint(2**62, ())) if seed is None else seed
-        each = [replace(params, seed=(seed or 0) + row) for row in range(num_rows)]
+        each = [replace(params, seed=(seed or 0) + row) for row in range(len(input_ids))]
         answers: list[list[int]] = [[] for _ in each]
         for event in self._engine.stream(_without_padding(input_ids, model_inputs.get("attention_mask")), each):
             answers[event.index] += event.token_ids
@@ -151,10 +148,9 @@ class DrafterDecoder:
                 receiver.put(torch.tensor(event.token_ids))
         if receiver is not None:
             receiver.end()
-        longest = max(map(len, answers))
-        filling = int(pad if pad is not None else [*stops, 0][0])  # as `generate` pads
-        padded = [answer + [filling] * (longest - len(answer)) for answer in answers]
-        return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
+        filling = float(pad if pad is not None else [*stops, 0][0])  # as `generate` pads
+        answer_BT = pad_sequence([torch.tensor(answer) for answer in answers], True, filling)
+        return torch.cat([input_ids, answer_BT.to(input_ids)], dim=1)
 
 
 def generate(
@@ -179,16 +175,14 @@ def generate(
 
 
 def _without_padding(token_BT: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Token ids of every row."""
-    if attention_mask is None:
-        rows: list[list[int]] = token_BT.tolist()
-        return rows
-    if attention_mask.shape != token_BT.shape:
+    """The prompts of all rows."""
+    mask_BT = torch.ones_like(token_BT) if attention_mask is None else attention_mask
+    if mask_BT.shape != token_BT.shape:
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)} but the inputs {list(token_BT.shape)}: "
+            f"attention_mask has shape {list(mask_BT.shape)} but the inputs {list(token_BT.shape)}: "
             "give a mask with one entry per token"
         )
-    return [token_T[mask_T].tolist() for token_T, mask_T in zip(token_BT, attention_mask.bool(), strict=True)]
+    return [token_T[mask_T].tolist() for token_T, mask_T in zip(token_BT, mask_BT.bool(), strict=True)]
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
 
-
 # The characters that byte-level tokenizers write for bytes: a byte's own where it has a visible one, else from U+0100.
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {
@@ -69,7 +68,6 @@ class Answer:
         requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
 
     Attributes:
-        num_open: texts whose last entry has not come.
         arrived: time of the construction, by ``time.perf_counter``.
     """
 
@@ -77,7 +75,6 @@ class Answer:
         self.model = model
         self.body = body
         self.choices = [Choice(self, index, request) for index, request in enumerate(requests)]
-        self.num_open = len(self.choices)
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
         is_chat = isinstance(body, ChatRequest)
@@ -91,7 +88,6 @@ class Answer:
 
     def put(self, entry: dict[str, Any] | ApiError) -> None:
         """Add an entry to the queue, or the error that ends the answer."""
-        self.num_open -= isinstance(entry, dict) and entry["finish_reason"] is not None
         self._entries.put_nowait(entry)
 
     async def entries(self) -> AsyncIterator[dict[str, Any]]:
@@ -146,6 +142,9 @@ class Choice:
     Text is held back while the text may become part of a stop string or ends within a character
     (:class:`IncrementalText`). The tokens of held text are held back with it: a client's tokens never run ahead of the
     text. The stop strings end the engine's request as well, by a text of the request's own.
+
+    Attributes:
+        num_steps: steps that the text has taken.
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
@@ -155,7 +154,7 @@ class Choice:
         self._text = IncrementalText(answer.model.text_of, request.params.stop)
         self._shown = ""
         self._is_finished = False
-        self._num_steps = 0
+        self.num_steps = 0
         self._is_drafted: list[bool] = []
         self._logprobs: list[TokenLogprob] = []
         self._num_released = 0
@@ -169,7 +168,7 @@ class Choice:
         assert update.finish_reason != "abort"
         self._logprobs += update.logprobs or []
         self._is_drafted += [place < update.num_accepted for place in range(len(update.token_ids))]
-        self._num_steps += 1
+        self.num_steps += 1
         self._is_finished = update.finish_reason is not None
         for token_id in update.token_ids:
             if token_id not in request.stop_ids:
@@ -191,40 +190,34 @@ class Choice:
         else:
             entry["message"] = {"role": "assistant", "content": fresh, "refusal": None}
         if body.num_logprobs is not None:
-            as_json = self._chat_logprobs if isinstance(body, ChatRequest) else self._completion_logprobs
-            entry["logprobs"] = as_json(places)
+            entry["logprobs"] = self._logprobs_of(places)
         if body.details:
             entry["details"] = self._details(places, update.tree)
         if body.return_token_ids:  # where clients of vLLM and SGLang look for them
             entry |= {"prompt_token_ids": request.prompt_ids, "token_ids": request.token_ids}
         return entry
 
-    def _chat_logprobs(self, places: range) -> dict[str, Any]:
-        """Log-probabilities token by token."""
+    def _logprobs_of(self, places: range) -> dict[str, Any]:
+        """The field ``logprobs``: a list of tokens for a chat, else parallel lists, offsets from the text's start."""
 
         def item(token_id: int, logprob: float) -> dict[str, Any]:
             model = self.answer.model
             value = max(logprob, _LEAST_LOGPROB)
             return {"token": model.name_of(token_id), "logprob": value, "bytes": model.bytes_of(token_id)}
 
-        content = []
-        for place in places:
-            found = self._logprobs[place]
-            top = [item(*pair) for pair in found.top]
-            content.append(item(self.request.token_ids[place], found.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _completion_logprobs(self, places: range) -> dict[str, Any]:
-        """Log-probabilities as parallel lists, the older form; offsets count from the start of the text."""
-        name_of = self.answer.model.name_of
-        found = [self._logprobs[place] for place in places]
+        content = [
+            item(self.request.token_ids[place], self._logprobs[place].logprob)
+            | {"top_logprobs": [item(*pair) for pair in self._logprobs[place].top]}
+            for place in places
+        ]
+        if isinstance(self.answer.body, ChatRequest):
+            return {"content": content, "refusal": None}
+        # The likelier of two tokens with one name counts.
+        tops = [{top["token"]: top["logprob"] for top in reversed(each["top_logprobs"])} for each in content]
         return {
-            "tokens": [name_of(self.request.token_ids[place]) for place in places],
-            "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in found],
-            # The likelier of two tokens with one name counts.
-            "top_logprobs": [
-                {name_of(token): max(value, _LEAST_LOGPROB) for token, value in reversed(item.top)} for item in found
-            ],
+            "tokens": [each["token"] for each in content],
+            "token_logprobs": [each["logprob"] for each in content],
+            "top_logprobs": tops,
             "text_offset": [self._start_of(place) for place in places],
         }
 
@@ -239,17 +232,13 @@ class Choice:
         These tokens wait for the next token with text, or for the end of the text.
         """
         ends, shown, start = self._text.ends, len(self._shown), self._num_released
+        places: Sequence[int] = range(start, len(ends))
         if not self._is_finished:
-            for place in range(start, len(ends)):
-                if ends[place] > shown:
-                    break
-                if ends[place] > self._start_of(place):
-                    self._num_released = place + 1
+            places = [at for at in places if self._start_of(at) < ends[at] <= shown]
         elif self._text.is_stopped:
             # A stop string cut the text, perhaps within the last token; later tokens are no part of the answer.
-            self._num_released = max(start, sum(self._start_of(place) < shown for place in range(len(ends))))
-        else:
-            self._num_released = len(ends)
+            places = [at for at in places if self._start_of(at) < shown]
+        self._num_released = max(places, default=start - 1) + 1
         return range(start, self._num_released)
 
     def _details(self, places: range, tree: StepTree | None) -> dict[str, Any]:
@@ -259,7 +248,7 @@ class Choice:
             # A token within a character has no text.
             "tokens": [(self._shown[self._start_of(at) : ends[at]], self._is_drafted[at]) for at in places],
             "num_tokens": len(self._is_drafted),
-            "num_target_forwards": self._num_steps,
+            "num_target_forwards": self.num_steps,
         }
         if tree is not None:
             name_of = self.answer.model.name_of

@@ -33,7 +33,7 @@ from drafter.serving.follow import Follower
 from drafter.serving.guard import CLOSED_BY_CLIENT, STATUS, Guard, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, error_of
+from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, error_of, told
 from drafter.serving.record import Recorder
 from drafter.serving.worker import Worker
 from drafter.targets.chat import Chat
@@ -59,9 +59,8 @@ class Server:
         assert engine.plan.max_model_len is not None, "the rows of a server have one size"
         self._seconds = options.request_timeout
         self.metrics = Metrics()
-        self._recorder = None
-        if options.record is not None:
-            self._recorder = Recorder(options.record, options.record_max_mib, self.metrics)
+        record = options.record
+        self._recorder = None if record is None else Recorder(record, options.record_max_mib, self.metrics)
         self.worker = Worker(engine, max_queue=options.max_queue, metrics=self.metrics, recorder=self._recorder)
         fingerprint = "fp_" + hashlib.sha256(target.fingerprint.encode()).hexdigest()[:12]
         self.model = Model(options.served_name, fingerprint, target.tokenizer)
@@ -89,19 +88,16 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The engine's thread and the tokenizer's process run. At the end open answers fail."""
-        await self.encoder.start()
-        self.worker.start()
-        follower = self.follower if self._follows else None
-        following = None if follower is None else asyncio.create_task(follower.follow())
-        try:
-            yield
-        finally:
-            if following is not None:
-                following.cancel()
-            await self.worker.stop()
-            await self.encoder.close()
+        async with contextlib.AsyncExitStack() as at_end:
             if self._recorder is not None:
-                await asyncio.to_thread(self._recorder.close)
+                at_end.push_async_callback(asyncio.to_thread, self._recorder.close)
+            at_end.push_async_callback(self.encoder.close)
+            await self.encoder.start()
+            at_end.push_async_callback(self.worker.stop)
+            self.worker.start()
+            if self.follower is not None and self._follows:
+                at_end.callback(asyncio.create_task(self.follower.follow()).cancel)
+            yield
 
     async def reload_drafter(self) -> dict[str, Any]:
         """Load the drafter's folder again; the drafter in use, and whether it has just taken over."""
@@ -111,18 +107,11 @@ class Server:
             is_replaced = await self.follower.reload()
         except Exception as error:  # whatever a damaged folder raises
             _log.warning("a reload was refused, and the old drafter stays: %s", first_line(error))
-            message = f"the old drafter stays: {self._without_paths(first_line(error))}"
+            folder, target = self.follower.folder, self.worker.engine.target.name
+            names = {str(folder.resolve()): folder.name, str(folder): folder.name, target: self.model.name}
+            message = f"the old drafter stays: {told(error, names)}"
             raise ApiError(409, message, code="drafter_refused") from error
         return {"drafter": self.follower.digest, "replaced": is_replaced}
-
-    def _without_paths(self, text: str) -> str:
-        """An error's text for clients, who need not know where the server keeps its models."""
-        assert self.follower is not None
-        folder, target = self.follower.folder, self.worker.engine.target.name
-        names = {str(folder.resolve()): folder.name, str(folder): folder.name, target: self.model.name}
-        for path in sorted(names, key=len, reverse=True):
-            text = text.replace(path, names[path])
-        return text
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -160,7 +149,7 @@ class Server:
     def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
         params = SamplingParams(
-            max_new_tokens=min(body.limit or self.max_length, self.max_length),
+            max_new_tokens=min(body.max_tokens or self.max_length, self.max_length),
             temperature=body.temperature,
             top_k=max(0, body.top_k),
             # 0 keeps the likeliest token alone, like any value below the probability of that token.

@@ -5,10 +5,9 @@ process: the client of this text gets the cause, and the next text starts anothe
 """
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from drafter.serving.protocol import ApiError
+from drafter.serving.protocol import ApiError, told
 from drafter.targets.chat import Chat, ForkError
 from drafter.targets.target import Target
 
@@ -27,11 +26,11 @@ class Encoder:
 
     def __init__(self, target: Target, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
         assert target.tokenizer is not None
-        self._target, self._name = target, name
-        self._is_escaped = escape_special_tokens
+        self._target, self._is_escaped = target, escape_special_tokens
+        self._names = {target.name: name}
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, target.tokenizer.get_vocab()))
-        self._thread = ThreadPoolExecutor(1, "encoder")  # one text after the other
+        self._lock = asyncio.Lock()  # one text after the other
         self._failure: str | None = None  # of a template that fails for every conversation
 
     async def start(self) -> None:
@@ -39,12 +38,11 @@ class Encoder:
         try:
             await self._exchange(_TRIAL)
         except ForkError as error:
-            self._failure = self._told(error) if error.reason in _BROKEN else None
+            self._failure = told(error, self._names) if error.reason in _BROKEN else None
 
     async def close(self) -> None:
         """End the process, after the text that it encodes."""
-        await asyncio.to_thread(self._thread.shutdown)
-        self._target.encoder.close()
+        await asyncio.to_thread(self._target.encoder.close)
 
     async def encode(self, asked: str | Chat) -> list[int]:
         """Token ids of a text or a conversation.
@@ -65,12 +63,9 @@ class Encoder:
         except ValueError as error:
             if isinstance(error, ForkError) and error.reason == "ended":
                 raise ApiError(503, "the tokenizer's process ended: try again later") from error
-            raise ApiError(400, self._told(error), param=param) from error
+            raise ApiError(400, told(error, self._names), param=param) from error
 
     async def _exchange(self, asked: Any) -> list[int]:
-        items, loop = [[asked, [], self._is_escaped]], asyncio.get_running_loop()
-        return list((await loop.run_in_executor(self._thread, self._target.encoder.map, items))[0])
-
-    def _told(self, error: ValueError) -> str:
-        """An error's text for clients, who need not know where the server keeps its models."""
-        return str(error).replace(self._target.name, self._name)
+        async with self._lock:
+            (token_ids,) = await asyncio.to_thread(self._target.encoder.map, [[asked, [], self._is_escaped]])
+        return list(token_ids)

@@ -3,6 +3,7 @@
 import hmac
 import ipaddress
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -25,39 +26,31 @@ def respond(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
+@dataclass
 class Guard:
     """ASGI middleware: checks the host of every request, key, type and size under ``/v1``, and counts outcomes.
 
-    Args:
+    Attributes:
         api_keys: a request needs one of these keys; without any, no request needs a key.
         hosts: names of this server, in lower case. A request for another name is refused: a page of any web site whose
             name leads to this server's address reads the answers as its own. None: any name.
         max_body_bytes: size limit. A larger body is refused before its end.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_keys: Sequence[str],
-        hosts: Collection[str] | None,
-        max_body_bytes: int,
-        metrics: Metrics,
-    ) -> None:
-        self._app = app
-        self._hosts = hosts
-        self._keys = [key.encode() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
-        self._metrics = metrics
+    app: ASGIApp
+    api_keys: Sequence[str]
+    hosts: Collection[str] | None
+    max_body_bytes: int
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, then call the application."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         status, num_bytes = 500, 0
         too_large = ApiError(
-            413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large", headers=_CLOSE
+            413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large", headers=_CLOSE
         )
 
         async def limited() -> Message:
@@ -66,7 +59,7 @@ class Guard:
             if message["type"] == "http.disconnect":
                 scope[STATUS] = CLOSED_BY_CLIENT
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
+            if num_bytes > self.max_body_bytes:
                 raise too_large
             return message
 
@@ -79,17 +72,17 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check(scope, headers)
-            if int(headers.get("content-length", 0)) > self._max_body_bytes:
+            if int(headers.get("content-length", 0)) > self.max_body_bytes:
                 raise too_large  # before the body, which curl then keeps: a close with unread bytes loses the answer
         except ApiError as error:
             await respond(error)(scope, receive, watched)
         else:
-            await self._app(scope, limited, watched)
+            await self.app(scope, limited, watched)
         finally:
             if scope["path"] in _GENERATION_PATHS and scope["method"] == "POST":
                 status = scope.get(STATUS, status)
                 other = "completed" if status < 400 else "refused" if status < 500 else "failed"
-                self._metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
+                self.metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """ApiError for another host or an ambiguous body; under ``/v1`` for a wrong key or another type of body."""
@@ -106,7 +99,7 @@ class Guard:
         kind, _, key = headers.get("authorization", "").partition(" ")
         # All keys are compared, each in constant time, so the time reveals nothing of a key but its length.
         given = key.strip().encode("latin-1")
-        matches = [hmac.compare_digest(given, own) for own in self._keys]
+        matches = [hmac.compare_digest(given, own.encode()) for own in self.api_keys]
         if matches and (kind.lower() != "bearer" or not any(matches)):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -119,6 +112,6 @@ class Guard:
         """Whether ``host:port`` is a name of this server or a numeric address, which no site can claim."""
         try:
             name = urlsplit(f"//{host}").hostname
-            return not name or self._hosts is None or name in self._hosts or bool(ipaddress.ip_address(name))
+            return not name or self.hosts is None or name in self.hosts or bool(ipaddress.ip_address(name))
         except ValueError:
             return False

@@ -15,13 +15,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig
 from drafter.serving.app import Server, create_app
 from drafter.serving.guard import respond
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
 from drafter.serving.protocol import ApiError
 from drafter.utils.io import first_line
-from drafter.utils.options import part_of
 
 _log = logging.getLogger("drafter.serving")
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -39,13 +37,11 @@ def load_engine(options: ServeOptions) -> Engine:
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
-    target, drafter, draft_model = options.load_models()
-    if target.tokenizer is not None:
-        target.encode("")  # its fork would keep the pages of a cache that is there already
-    config = part_of(options, EngineConfig)
-    config = replace(config, max_model_len=config.max_model_len or min(target.max_length, DEFAULT_CONTEXT))
-    engine = Engine(target, drafter, config, draft_model=draft_model)
-    length = min(engine.plan.max_model_len or target.max_length, target.max_length)
+    most = options.max_model_len or DEFAULT_CONTEXT
+    engine = Engine.of(replace(options, max_model_len=most))
+    if engine.target.tokenizer is not None:
+        engine.target.encode("")  # its fork would keep the pages of a cache that is there already
+    length = min(most, engine.target.max_length)
     engine.reserve(length + engine.proposer.num_nodes)
     prompt = [0] * max(1, min(_WARM_UP_PROMPT, length - _WARM_UP.max_new_tokens))
     try:
@@ -63,13 +59,12 @@ def bind(host: str, port: int) -> sockets.socket:
     Raises:
         OSError: the address is taken, or no address of this machine.
     """
+    socket = sockets.socket(sockets.AF_INET6 if ":" in host else sockets.AF_INET)
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
     try:
-        found = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
-        socket = sockets.socket(family, kind)
-        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        socket.bind(address)
+        socket.bind((host, port))
     except OSError as error:
+        socket.close()
         message = f"cannot listen on {host}, port {port}: {error.strerror}; give another --host or --port"
         raise OSError(message) from error
     return socket
@@ -82,23 +77,18 @@ def listen(socket: sockets.socket, engine: Engine, options: ServeOptions) -> int
     _log.info("drafting: %s", engine.plan.reason)
     app = create_app(engine, options)
     config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        http=ApiProtocol,
-        timeout_keep_alive=20,
-        lifespan="off",
-    )
+        app, log_config=None, access_log=False, log_level="warning", server_header=False, http=ApiProtocol,
+        timeout_keep_alive=20, lifespan="off",
+    )  # fmt: skip
     host, port = socket.getsockname()[:2]
     if not options.api_keys and not host.startswith(_LOOPBACK):
         _log.warning("every client that reaches %s can use this server: give --api-key, or set DRAFTER_API_KEY", host)
     place = f"[{host}]" if ":" in host else host
-    rows = f"{engine.plan.max_num_seqs} rows of {engine.plan.max_model_len} tokens"
-    notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {engine.plan.method})"
+    server, plan = app.state.server, engine.plan
+    rows = f"{plan.max_num_seqs} rows of {server.max_length} tokens"
+    notice = f"{options.served_name} on http://{place}:{port}/ ({rows}, {plan.method})"
     try:
-        return asyncio.run(_serve(_Uvicorn(config), socket, notice, app.state.server, options.drain_seconds))
+        return asyncio.run(_serve(_Uvicorn(config), socket, notice, server, options.drain_seconds))
     finally:
         faulthandler.cancel_dump_traceback_later()
 

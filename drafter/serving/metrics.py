@@ -32,17 +32,13 @@ class Metrics:
         self.target_forwards = counter("target_forwards", "Target forwards for tokens, summed over rows")
         self.failed_steps = counter("failed_steps", "Steps that raised", ["cause"])
         self.failed_drafts = counter("failed_drafts", "Steps that went on without drafts, because the drafts failed")
-        self._num_failed_drafts = 0
         self.tokens_per_step = histogram("tokens_per_step", "Tokens of a row in one step", buckets=_TOKENS)
         self.step_seconds = histogram("step_seconds", "Time of a step", buckets=_STEP_SECONDS)
         self.first_token_seconds = histogram(
             "time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS
         )
-        self.token_seconds = histogram(
-            "time_per_output_token_seconds",
-            "Time of each token after the first, mean of an answer",
-            buckets=_STEP_SECONDS,
-        )
+        mean = "Time of each token after the first, mean of an answer"
+        self.token_seconds = histogram("time_per_output_token_seconds", mean, buckets=_STEP_SECONDS)
         self.answer_seconds = histogram("answer_seconds", "From arrival to the last token", buckets=_SECONDS)
         self.recorded_answers = counter("recorded_answers", "Answers written by --record")
         self.unrecorded_answers = counter("unrecorded_answers", "Answers that --record left out")
@@ -50,8 +46,3 @@ class Metrics:
         self.drafter_swaps = counter("drafter_swaps", "Drafters that took over from another")
         self.drafter = Info("drafter", "Digest of the drafter in use", registry=self.registry)
         ProcessCollector(registry=self.registry)
-
-    def count_failed_drafts(self, total: int) -> None:
-        """Follow the engine's own count."""
-        self.failed_drafts.inc(total - self._num_failed_drafts)
-        self._num_failed_drafts = total

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from drafter.decoding.params import SamplingParams
-from drafter.utils.io import printable
+from drafter.utils.io import first_line, printable
 from drafter.utils.validate import range_of
 
 MAX_CHOICES = 128
@@ -30,27 +30,14 @@ _IGNORED = {
 # Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`, `repetition_penalty`.
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    **dict.fromkeys(
-        (
-            "presence_penalty", "frequency_penalty", "min_tokens", "no_repeat_ngram_size", "mirostat", "n_probs",
-            "dynatemp_range", "dry_multiplier", "xtc_probability",
-        ), (0,),
-    ),
-    **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z"), (1,)),
-    **dict.fromkeys(
-        (
-            "echo", "use_beam_search", "early_stopping", "continue_final_message", "include_stop_str_in_output",
-            "return_tokens_as_token_ids",
-        ), (False,),
-    ),
-    **dict.fromkeys(
-        ("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "add_generation_prompt"), (True,)
-    ),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "reasoning_effort": ("none",),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "min_tokens": (0,), "no_repeat_ngram_size": (0,),
+    "best_of": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "echo": (False,), "use_beam_search": (False,), "early_stopping": (False,), "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,), "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
 }  # fmt: skip
 
 
@@ -73,14 +60,19 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         """The API's JSON object of an error."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        error = {
-            "message": self.detail,
-            "type": "rate_limit_error" if self.status_code == 429 else kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        # A client's text may hold half a surrogate pair, which no response can hold.
-        return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in error.items()}}
+        kind = "rate_limit_error" if self.status_code == 429 else kind
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+
+def told(error: Exception, names: Mapping[str, str]) -> str:
+    """An error's first line for clients, who need not know where the server keeps its models.
+
+    ``names``: the paths that the error may name, each with the name that clients know.
+    """
+    text = first_line(error)
+    for path in sorted(names, key=len, reverse=True):
+        text = text.replace(path, names[path])
+    return text
 
 
 def _refusal(name: str, message: str, kind: str = "refused_parameter") -> PydanticCustomError:
@@ -192,26 +184,22 @@ class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: _Many[Message]
-    max_tokens: _Count | None = None
+    max_tokens: _Count | None = None  # up to the end of the context
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> "ChatRequest":
+    def _check_logprobs_and_join_limits(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise _refusal("top_logprobs", "{name} needs logprobs: set logprobs to true")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives listed with each token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
-
-    @property
-    def limit(self) -> int | None:
-        """Largest number of tokens to generate; None: up to the end of the context."""
-        return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionRequest(Generation):
@@ -225,11 +213,6 @@ class CompletionRequest(Generation):
     def num_logprobs(self) -> int | None:
         """Number of alternatives listed with each token; None: no log-probabilities."""
         return self.logprobs
-
-    @property
-    def limit(self) -> int:
-        """Largest number of tokens to generate."""
-        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -249,12 +232,11 @@ def error_of(errors: list[Any]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")
     # A place is ("body", "messages", 0, "content", "list[TextPart]"); names of types are left out.
-    places = [part for part in first["loc"] if part not in ("body", "query", "path")]
     path = ""
-    for part in places:
+    for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int"):
+        elif part.isidentifier() and part not in ("body", "str", "int"):
             path += f".{part}" if path else part
     name = context.get("name")
     param = ".".join(filter(None, (path, name))) or None

@@ -2,10 +2,8 @@
 
     serve run drafter/configs/serve/ray/serve.yaml                       # or: serve deploy, to a cluster that runs
 
-A replica is one engine with one copy of the models. Ray sends a request to the replica with the fewest requests, and
-passes streams through. A replica that is told to stop finishes its answers first. Ray replaces a replica that dies; the
-requests of that replica fail, and clients send them again (docs/scaling.md). All replicas give the same answer for the
-same seed. The number of replicas and the resources of each stand in Ray's own section ``deployments``.
+A replica is one engine with one copy of the models. The number of replicas and the resources of each stand in Ray's own
+section ``deployments``. What clients do when a replica dies: docs/scaling.md.
 """
 
 from collections.abc import Mapping

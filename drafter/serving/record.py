@@ -13,7 +13,6 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from io import FileIO
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,7 @@ def traffic_row(prompt_ids: Sequence[int], token_ids: Sequence[int], params: Map
 
 def traffic_files(folder: Path) -> list[Path]:
     """The files of a folder of traffic, the oldest first: their numbers rise, whatever the clock does."""
-    return sorted(folder.glob("traffic-*.jsonl"), key=lambda file: (_number_of(file), file.name))
-
-
-def _number_of(file: Path) -> int:
-    number = file.stem.removeprefix("traffic-")
-    return int(number) if number.isdecimal() else 0
+    return sorted(folder.glob("traffic-*.jsonl"))
 
 
 class Recorder:
@@ -67,12 +61,9 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
         self._thread.start()
         metrics.is_recording.set(1)
-        _log.info(
-            "recording answers into %s: token ids and sampling parameters, at most %d MiB; "
-            'a request with "record": false is left out',
-            folder,
-            max_mib,
-        )
+        what = "token ids and sampling parameters"
+        out = 'a request with "record": false is left out'
+        _log.info("recording answers into %s: %s, at most %d MiB; %s", folder, what, max_mib, out)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Record a row; any thread may call."""
@@ -113,23 +104,18 @@ class Recorder:
 
     def _new_file(self) -> FileIO:
         """A new file, after the removal of the oldest files that leave no room for the new file."""
-        files = [(file, _size_of(file)) for file in traffic_files(self._folder)]
-        num_bytes = sum(size for _, size in files)
-        for file, size in files:
-            if num_bytes + self._file_bytes <= self._max_bytes:
-                break
-            num_bytes -= size
-            file.unlink(missing_ok=True)
-        # Another recorder may take a number first.
-        for number in count(1 + max((_number_of(file) for file, _ in files), default=0)):
+        files, sizes = traffic_files(self._folder), {}
+        numbers = [file.stem.removeprefix("traffic-") for file in files]
+        number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # another recorder of the folder may have removed a file
+                sizes[file] = file.stat().st_size
+        while sizes and sum(sizes.values()) + self._file_bytes > self._max_bytes:
+            oldest = next(iter(sizes))
+            oldest.unlink(missing_ok=True)
+            del sizes[oldest]
+        while True:
             path = self._folder / f"traffic-{number:020d}.jsonl"
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError):  # or have taken the number
                 return FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
-        raise AssertionError
-
-
-def _size_of(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0  # another recorder has removed the file
+            number += 1

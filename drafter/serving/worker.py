@@ -1,8 +1,8 @@
 """Worker: the engine on its own thread. Answers join and leave between steps; their tokens go back to the event loop.
 
 Only the engine's thread uses the engine, except that the event loop makes requests. The event loop sends commands
-through a queue and counts open texts. The engine's thread posts what a step brought to all texts in one callback, in
-which the event loop makes text and entries.
+through a queue. The engine's thread posts what a step brought to all requests in one callback, in which the event loop
+makes text and entries. The engine's thread knows requests alone, the event loop the answers that clients wait for.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import gc
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from drafter.engine.engine import Engine
-from drafter.engine.request import Update
+from drafter.engine.request import Request, Update
 from drafter.engine.runner import is_out_of_memory
 from drafter.models.drafter import RecurrentDrafter
 from drafter.serving.answers import Answer, Choice
@@ -53,9 +53,9 @@ class Worker:
         self.capacity = engine.plan.max_num_seqs + max_queue
         self._metrics = metrics
         self._recorder = recorder
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._answers: set[Answer] = set()  # answers whose clients wait; event loop only
-        self._choices: dict[int, Choice] = {}  # by request id; engine's thread only
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._choices: dict[int, Choice] = {}  # unfinished texts whose clients wait, by request id; event loop only
+        self._requests: list[Request] = []  # unfinished requests; engine's thread only
         self._is_stopping = False
 
     # -- on the event loop -----------------------------------------------------------------------------------------
@@ -68,13 +68,14 @@ class Worker:
     @property
     def num_open(self) -> int:
         """Number of texts that were accepted and are not finished."""
-        return sum(answer.num_open for answer in self._answers)
+        return len(self._choices)
 
     def submit(self, answer: Answer) -> None:
         """Accept all texts of an answer, or refuse all (ApiError, see :meth:`check`)."""
-        self.check(answer.num_open)
-        self._answers.add(answer)
-        self._commands.put(partial(self._add, answer))
+        self.check(len(answer.choices))
+        for choice in answer.choices:
+            self._choices[choice.request.request_id] = choice
+            self._commands.put(partial(self._add, choice.request))
 
     def check(self, num_texts: int) -> None:
         """Check that the worker would accept an answer of ``num_texts`` texts now.
@@ -83,7 +84,7 @@ class Worker:
             ApiError: 429 when the queue is full, 503 when the server stops or its engine has failed, 400 when the
                 answer alone is larger than the queue.
         """
-        if self.state in ("draining", "dead"):
+        if self.state != "ready":
             what = "is shutting down" if self.state == "draining" else "has lost its engine"
             raise ApiError(503, f"the server {what}: try again later", headers=TRY_LATER)
         if num_texts > self.capacity:
@@ -95,9 +96,9 @@ class Worker:
 
     def abandon(self, answer: Answer) -> None:
         """Give up an answer whose client has left, or has all texts. Its rows are free at the next step."""
-        self._answers.discard(answer)
-        if answer.num_open:
-            self._commands.put(partial(self._drop, {answer}))
+        for choice in answer.choices:
+            if self._choices.pop(choice.request.request_id, None) is not None:
+                self._commands.put(partial(choice.request.finish, "abort"))
 
     async def replace_drafter(self, drafter: RecurrentDrafter) -> None:
         """Draft with another drafter from the next step on; running answers go on with the same tokens.
@@ -143,26 +144,51 @@ class Worker:
             _log.exception("the engine has ended by an error")
             self.state = "dead"
             error = ApiError(500, "the engine has ended by an error")
-        self._fail(self._answers, error)
+        self._fail([choice.request for choice in self._choices.values()], error)
 
-    def _deliver(self, updates: Sequence[tuple[Choice, Update]]) -> None:
-        """Make the entries of a step, for clients who wait."""
-        for choice, update in updates:
-            answer = choice.answer
-            if answer not in self._answers:
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        """Count a step, and make its entries for clients who wait."""
+        for update in updates:
+            request = update.request
+            if (choice := self._choices.get(request.request_id)) is None:
                 continue
+            self._count(choice, update)
             try:
                 entry = choice.take(update)
             except Exception as error:  # of a stranger's decoder: the other answers go on
                 _log.error("an answer's text failed", exc_info=error)
-                self._fail([answer], ApiError(500, "an internal error ended this answer"))
-            else:
-                if entry is not None:
-                    answer.put(entry)
+                self._fail([request], ApiError(500, "an internal error ended this answer"))
+                continue
+            if update.finish_reason is not None:
+                del self._choices[request.request_id]
+                if self._recorder is not None and choice.answer.body.record:
+                    self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
+            if entry is not None:
+                choice.answer.put(entry)
 
-    @staticmethod
-    def _fail(answers: Iterable[Answer], error: ApiError) -> None:
-        for answer in answers:
+    def _count(self, choice: Choice, update: Update) -> None:
+        metrics, request = self._metrics, update.request
+        num_tokens, seconds = len(update.token_ids), time.perf_counter() - choice.answer.arrived
+        metrics.target_forwards.inc()
+        metrics.tokens.inc(num_tokens)
+        metrics.tokens_per_step.observe(num_tokens)
+        metrics.drafted_tokens.inc(update.num_accepted)
+        if choice.num_steps == 0:
+            metrics.first_token_seconds.observe(seconds)
+            metrics.prompt_tokens.inc(len(request.prompt_ids))
+            metrics.shared_tokens.inc(request.num_shared)
+        if update.finish_reason is not None:
+            metrics.answers.labels(update.finish_reason).inc()
+            metrics.answer_seconds.observe(seconds)
+            num_further = len(request.token_ids) - num_tokens
+            if request.first_token is not None and request.finished is not None and num_further > 0:
+                metrics.token_seconds.observe((request.finished - request.first_token) / num_further)
+
+    def _fail(self, requests: Sequence[Request], error: ApiError) -> None:
+        """End the answers of the requests by an error."""
+        ids = {request.request_id for request in requests} & self._choices.keys()
+        for answer in {self._choices[request_id].answer for request_id in ids}:
+            self.abandon(answer)
             answer.put(error)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
@@ -174,31 +200,24 @@ class Worker:
             while not self._commands.empty():
                 self._commands.get()()
             if self.engine.has_work:
+                before = self.engine.num_failed_drafts
                 self._step()
-            self._metrics.count_failed_drafts(self.engine.num_failed_drafts)
+                self._metrics.failed_drafts.inc(self.engine.num_failed_drafts - before)
             self._metrics.active_rows.set(self.engine.num_running)
             self._metrics.queue_depth.set(self.engine.num_waiting)
 
-    def _add(self, answer: Answer) -> None:
-        for choice in answer.choices:
-            self.engine.add(choice.request)
-            self._choices[choice.request.request_id] = choice
-
-    def _drop(self, answers: set[Answer]) -> None:
-        for choice in [choice for choice in self._choices.values() if choice.answer in answers]:
-            choice.request.finish("abort")
-            del self._choices[choice.request.request_id]
+    def _add(self, request: Request) -> None:
+        self._requests = [known for known in self._requests if not known.is_finished]
+        self._requests.append(self.engine.add(request))
 
     def _step(self) -> None:
         started = time.perf_counter()
         try:
-            updates = [(self._choices[update.request.request_id], update) for update in self.engine.step()]
+            updates = self.engine.step()
         except Exception as error:
             self._recover(error)  # whatever the error, the requests of this step alone fail
             return
         self._metrics.step_seconds.observe(time.perf_counter() - started)
-        for choice, update in updates:
-            self._count(choice.answer, update)
         if updates:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
@@ -208,44 +227,20 @@ class Worker:
         num_running = self.engine.num_running
         keep = num_running // 2 if is_memory else 0
         _log.error("a step with %d rows failed; going on with %d", num_running, keep, exc_info=error)
-        failure = ApiError(500, "an internal error ended this answer")
-        if is_memory:
+        self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
+        # Where the step failed before any row changed, the waiting requests would fail the next step too.
+        failed = self.engine.drop(keep) or [request for request in self._requests if not request.is_finished]
+        for request in failed:
+            request.finish("abort")
+        if not is_memory:
+            failure = ApiError(500, "an internal error ended this answer")
+        else:
             message = "the server ran out of memory: try again later"
             failure = ApiError(503, message, code="out_of_memory", headers=TRY_LATER)
-        self._metrics.failed_steps.labels("memory" if is_memory else "error").inc()
-        dropped = {request.request_id for request in self.engine.drop(keep)}
-        if not dropped:  # the step failed before any row changed: the waiting requests would fail the next step too
-            dropped = set(self._choices)
-        failed = {self._choices[request_id].answer for request_id in dropped & self._choices.keys()}
-        self._drop(failed)
-        self._loop.call_soon_threadsafe(self._fail, failed, failure)
-        if is_memory:
             # The traceback holds the frames of the step and with them its tensors.
             error.__traceback__ = None
             gc.collect()
             device = self.engine.target.device
             if device.type != "cpu":
                 torch.get_device_module(device).empty_cache()
-
-    def _count(self, answer: Answer, update: Update) -> None:
-        """Count a step of a text, and let a finished text go."""
-        metrics, request = self._metrics, update.request
-        num_tokens = len(update.token_ids)
-        metrics.target_forwards.inc()
-        metrics.tokens.inc(num_tokens)
-        metrics.tokens_per_step.observe(num_tokens)
-        metrics.drafted_tokens.inc(update.num_accepted)
-        now = time.perf_counter()
-        if request.num_target_forwards == 1:
-            metrics.first_token_seconds.observe(now - answer.arrived)
-            metrics.prompt_tokens.inc(len(request.prompt_ids))
-            metrics.shared_tokens.inc(request.num_shared)
-        if update.finish_reason is not None:
-            metrics.answers.labels(update.finish_reason).inc()
-            metrics.answer_seconds.observe(now - answer.arrived)
-            num_further = len(request.token_ids) - num_tokens
-            if request.first_token is not None and num_further > 0:
-                metrics.token_seconds.observe((now - request.first_token) / num_further)
-            del self._choices[request.request_id]
-            if self._recorder is not None and answer.body.record:
-                self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))
+        self._loop.call_soon_threadsafe(self._fail, failed, failure)

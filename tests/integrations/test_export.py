@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from drafter.cli.main import main
-from drafter.integrations.export import export
-from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from tests.engine.drafters import shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
 
 
@@ -63,12 +60,3 @@ def test_flags_that_do_not_fit_are_refused(
     assert main(["export", str(drafter), "--out", str(tmp_path / "out"), *words]) == 2
     assert match in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
-
-
-def test_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
-    other = shared_target()
-    config = trained_drafter().config.to_dict() | {"target_fingerprint": "80" * 64, "target_name": "somebody"}
-    stranger = RecurrentDrafter(DrafterConfig.from_dict(config))
-    with pytest.raises(ValueError, match=f"'somebody' and cannot draft for '{other.name}'"):
-        export(stranger, tmp_path / "out", format="apple", target=other)
-    assert not list(tmp_path.iterdir())

@@ -93,13 +93,6 @@ def test_seeds_and_sampling_parameters(idle: Live) -> None:
     assert len({text(), text(), text(seed=11), text(seed=2**64 - 1)}) == 4, "without a seed each is drawn anew"
 
 
-def test_text_parts_and_developer_role(idle: Live) -> None:
-    parts = [{"type": "text", "text": "Name a"}, {"type": "text", "text": "colour."}]
-    answer = chat(idle, messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
-    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a\ncolour."}]
-    assert answer.choices[0].message.content == offline(plain).text
-
-
 def test_stop_strings_and_stop_tokens_end_with_reason_stop(idle: Live) -> None:
     wanted = offline("Once upon", max_new_tokens=40, ignore_eos=True)
     stop, token = wanted.text[12:15], wanted.token_ids[7]

@@ -256,11 +256,7 @@ def test_names_of_other_sites_that_lead_here_are_refused_without_a_key(live: Liv
 
 
 def test_bytes_that_are_no_http_get_an_error_in_the_form_of_the_api(live: Live) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    for text in (head + "Transfer-Encoding: chunked\r\n\r\nzz\r\n", "nonsense\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=20) as link:
-            link.sendall(text.encode())
-            answer = b"".join(iter(lambda link=link: link.recv(4096), b""))
-        start, _, body = answer.partition(b"\r\n\r\n")
+    for text in (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"nonsense\r\n\r\n"):
+        start, _, body = raw(live, text).partition(b"\r\n\r\n")
         assert start.startswith(b"HTTP/1.1 400 ") and b"application/json" in start
         assert json.loads(body)["error"]["type"] == "invalid_request_error"

@@ -82,7 +82,7 @@ def test_what_outlasts_the_drain_or_a_second_signal_is_told_so(seconds: float, i
 
     def client(url: str) -> None:
         lines = stream(url, 240, then=tell)
-        assert "shut down" in lines[-1] and len(lines) > 3
+        assert "shut down" in lines[-1] and len(lines) > 2, "what runs goes on until then"
 
     assert serve(slow_engine(0.02), client, drain_seconds=seconds) == 0
 

@@ -76,8 +76,12 @@ def test_bodies_that_pass() -> None:
         assert CompletionRequest.model_validate(TEXT | {"prompt": prompt}).prompts == wanted
     optional = {name for name, field in CompletionRequest.model_fields.items() if not field.is_required()}
     assert CompletionRequest.model_validate(TEXT | dict.fromkeys(optional)) == CompletionRequest.model_validate(TEXT)
-    whole = {"role": "user", "content": "\U0001f600"}
-    assert ChatRequest.model_validate(CHAT | {"messages": [whole]}).messages[0].plain == whole
+    parts = [{"type": "text", "text": "Name a"}, {"type": "text", "text": "colour."}]
+    turns = {"system": "\U0001f600", "developer": "Be brief.", "user": parts, "assistant": "Red."}
+    messages = [{"role": role, "content": content} for role, content in turns.items()]
+    plain = [turn.plain for turn in ChatRequest.model_validate(CHAT | {"messages": messages}).messages]
+    assert [turn["role"] for turn in plain] == ["system", "system", "user", "assistant"]
+    assert [turn["content"] for turn in plain] == ["\U0001f600", "Be brief.", "Name a\ncolour.", "Red."]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"])

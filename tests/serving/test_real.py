@@ -1,5 +1,6 @@
 """SmolLM2-135M with the drafter that comes with the package, served by the command, asked by the openai client."""
 
+import re
 import subprocess
 import sys
 import time
@@ -13,9 +14,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target
-from drafter.serving.listen import bind
 from drafter.targets.catalog import fetch
-from tests.serving.live import is_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,18 +25,15 @@ def test_client_streams_the_targets_own_answer(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Why is the sea salty? Answer in two sentences."}]
     engine = Engine(load_target(str(fetch(NAME)), dtype="float32", device="cpu"), config=EngineConfig(method="none"))
     wanted = engine.generate([messages], SamplingParams(max_new_tokens=64))[0].text
-    with bind("127.0.0.1", 0) as socket:  # a free port
-        port = str(socket.getsockname()[1])
-    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
-    flags = ["--max-num-seqs", "2", "--max-model-len", "256", "--dtype", "float32", "--device", "cpu"]
-    flags += ["--beam-width", "4", "--draft-length", "3", "--tree-size", "6"]
-    command = [sys.executable, "-m", "drafter", "serve", "--port", port, "--target", NAME, *flags]
-    with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as server:
+    log = tmp_path / "log"
+    flags = "--max-num-seqs 2 --max-model-len 256 --dtype float32 --beam-width 4 --draft-length 3 --tree-size 6"
+    command = f"-m drafter serve --port 0 --target {NAME} --device cpu {flags}"
+    with log.open("w") as stream, subprocess.Popen([sys.executable, *command.split()], stderr=stream) as server:
         try:
-            while not is_ready(url):
+            while not (notice := re.search(r"http://\S+", log.read_text())):
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.5)
-            client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
+            client = openai.OpenAI(base_url=notice[0] + "v1", api_key="none", timeout=600)
             body: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 64}
             chunks = client.chat.completions.create(**body, stream=True, extra_body={"details": True})
             choices = [chunk.choices[0] for chunk in chunks]

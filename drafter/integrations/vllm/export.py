@@ -14,16 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.integrations.vllm import (
-    ARCHITECTURE,
-    COPYING_KEY,
-    DRAFTER_KEY,
-    FINAL_NORM,
-    OUTPUT_ROWS,
-    TARGET_KEY,
-    TESTED_VERSIONS,
-    shares_head,
-)
+from drafter.integrations import vllm as plugin
 from drafter.integrations.vllm.copies import PLACE_SIZE
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -32,22 +23,7 @@ from drafter.targets.target import Target
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _REFUSAL = "this drafter cannot be written for vLLM"
-_CARD = """# Recurrent drafter for {name}, as vLLM reads it
-
-In an environment with vLLM ({versions} was tested) and this package (in its repository, `pip install --no-deps -e .`):
-
-```
-vllm serve {name} --speculative-config \\
-    '{{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": {draft_length}}}'
-```
-
-{name} stands for its folder or hub id. Greedy answers are those of vLLM alone, up to the rounding of batches of another
-size; they come in fewer steps. vLLM logs an error of a plug-in and goes on: where vLLM does not know
-"RecurrentDrafterEagle3", this package is missing.
-
-The drafter belongs to one target. vLLM checks sizes and output matrix when it loads the drafter.
-Copies from the text: {copying}.
-"""
+_CARD = Path(__file__).parent / "card.md"
 
 
 def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copying: bool) -> None:
@@ -62,15 +38,21 @@ def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copyi
     Raises:
         ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
     """
-    _check_context(drafter.config, target)
+    layers, last = drafter.config.context_layers, target.num_layers
+    if layers and (layers[-1] != last or max(layers) > last or len(set(layers)) < len(layers)):
+        # vLLM hands over the states behind chosen layers once, the last of them before the final norm.
+        raise ValueError(
+            f"{_REFUSAL}: context_layers {list(layers)}: each may stand once, and the last one must be the final "
+            f"hidden state, {last}"
+        )
     gain_D, epsilon = _rms_norm_of(target)
     config = copy.deepcopy(drafter.config)
     config.embedding_scale *= _embedding_scale(target)
     config.target_name = config.target_name or target.name
     config.target_fingerprint = config.target_fingerprint or target.fingerprint
-    tensors: dict[str, Tensor] = dict(drafter.state_dict()) | {FINAL_NORM: gain_D}
-    if config.head == "tied" and not shares_head(config):
-        tensors[OUTPUT_ROWS] = target.output_weight_VD[drafter.draft_token_ids_R.to(target.output_weight_VD.device)]
+    tensors: dict[str, Tensor] = dict(drafter.state_dict()) | {plugin.FINAL_NORM: gain_D}
+    if config.head == "tied" and not plugin.shares_head(config):
+        tensors[plugin.OUTPUT_ROWS] = target.output_rows(drafter.draft_token_ids_R)
     tensors = {
         name: tensor.detach().cpu().to(drafter.dtype if tensor.is_floating_point() else None).contiguous()
         for name, tensor in tensors.items()
@@ -78,9 +60,9 @@ def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copyi
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     fields = _config(config, target, epsilon, drafter.dtype, copying)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    card = _CARD.format(
+    card = _CARD.read_text(encoding="utf-8").format(
         name=config.target_name,
-        versions=", ".join(TESTED_VERSIONS),
+        versions=", ".join(plugin.TESTED_VERSIONS),
         draft_length=min(3, config.draft_length),
         copying="yes" if copying else "no",
     )
@@ -94,7 +76,7 @@ def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: torch.
     layers = config.context_layers or (target.num_layers,)
     num_more = -(-PLACE_SIZE // num_heads) * num_heads if copying else 0  # heads share a hidden size evenly
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [plugin.ARCHITECTURE],
         "model_type": "llama",
         "hidden_size": 2 * config.hidden_size + num_more,
         "intermediate_size": 2 * config.hidden_size,
@@ -108,20 +90,10 @@ def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: torch.
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": sorted(set(layers)),
-        COPYING_KEY: copying,
-        DRAFTER_KEY: config.to_diff_dict(),
-        TARGET_KEY: {"num_layers": target.num_layers, "norm_epsilon": epsilon},
+        plugin.COPYING_KEY: copying,
+        plugin.DRAFTER_KEY: config.to_diff_dict(),
+        plugin.TARGET_KEY: {"num_layers": target.num_layers, "norm_epsilon": epsilon},
     }
-
-
-def _check_context(config: DrafterConfig, target: Target) -> None:
-    """vLLM hands over the states behind chosen layers once, the last of them before the final norm."""
-    layers, last = config.context_layers, target.num_layers
-    if layers and (layers[-1] != last or max(layers) > last or len(set(layers)) < len(layers)):
-        raise ValueError(
-            f"{_REFUSAL}: context_layers {list(layers)}: each may stand once, and the last one must be the final "
-            f"hidden state, {last}"
-        )
 
 
 def _rms_norm_of(target: Target) -> tuple[Tensor, float]:

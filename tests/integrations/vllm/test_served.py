@@ -7,11 +7,11 @@ prompts instead of those of scripts/quickstart.sh.
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -50,47 +50,33 @@ pytestmark = [
 ]
 
 
-class Chain(NamedTuple):
-    """Answers, drafting steps, and the steps whose first, second and third token was accepted."""
+@contextmanager
+def served(*models: dict[str, Any], **environment: str) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A process of vLLM's environment with models: arguments of vllm.LLM, which loads a model for its first request.
 
-    token_ids: list[list[int]]
-    num_steps: int
-    num_accepted: list[int]
+    The function takes prompts and answers them: token ids, drafting steps, and the steps whose first, second and third
+    draft was accepted.
+    """
+    words = [json.dumps({"max_model_len": 1024, "dtype": "float32"} | model) for model in models]
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    if (library := Path(PYTHON).parent.parent / "lib" / "libiomp5.so").exists():
+        settings["LD_PRELOAD"] = str(library)  # as vLLM asks for on a CPU
+    process = subprocess.Popen(
+        [PYTHON, str(Path(__file__).parent / "worker.py"), *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own | settings | environment,
+    )  # fmt: skip
+    with process, process.stdin as asking:  # whose end ends the worker, and the processes that vLLM has started
 
+        def ask(prompts: Sequence[list[int]], *, batch: int, model: int = 0, **params: Any) -> dict[str, Any]:
+            request = {"model": model, "prompts": list(prompts), "params": GREEDY | params, "batch": batch}
+            asking.write(json.dumps(request) + "\n")
+            asking.flush()
+            reply = process.stdout.readline()
+            assert reply, f"vLLM ended with status {process.wait()}; its output is above"
+            return dict(json.loads(reply))
 
-class Served:
-    """Models in a process of vLLM's environment."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-
-    def ask(self, prompts: Sequence[list[int]], *, batch: int, model: int = 0, **params: Any) -> dict[str, Any]:
-        request = {"model": model, "prompts": list(prompts), "params": GREEDY | params, "batch": batch}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        reply = self._process.stdout.readline()
-        assert reply, f"vLLM ended with status {self._process.wait()}; its output is above"
-        return dict(json.loads(reply))
-
-    @classmethod
-    @contextmanager
-    def start(cls, *models: dict[str, Any], **environment: str) -> Iterator["Served"]:
-        """Models by the arguments of vllm.LLM, each loaded for its first request."""
-        words = [json.dumps({"max_model_len": 1024, "dtype": "float32"} | model) for model in models]
-        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        if (library := Path(PYTHON).parent.parent / "lib" / "libiomp5.so").exists():
-            settings["LD_PRELOAD"] = str(library)  # as vLLM asks for on a CPU
-        with subprocess.Popen(
-            [PYTHON, str(Path(__file__).parent / "worker.py"), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own | settings | environment,
-        ) as process:  # fmt: skip
-            try:
-                yield cls(process)
-            finally:
-                assert process.stdin is not None
-                process.stdin.close()  # the worker ends, and ends the processes that vLLM has started
+        yield ask
 
 
 def speculative(folder: Path) -> dict[str, Any]:
@@ -115,20 +101,18 @@ def prompts() -> list[list[int]]:
             for row in read_rows(PROMPTS)][:8]  # fmt: skip
 
 
-EAGER = {"enforce_eager": True}
-CHUNKED = {
-    "max_num_batched_tokens": 64,
-    "max_num_seqs": 8,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-}
+EAGER: dict[str, Any] = {"enforce_eager": True}
+TINY = EAGER | {"max_model_len": 128, "skip_tokenizer_init": True}
+CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | dict.fromkeys(
+    ("enable_prefix_caching", "enable_chunked_prefill"), True
+)
 
 
 @pytest.fixture(scope="module")
 def plain(prompts: list[list[int]]) -> list[list[int]]:
     """The texts of vLLM alone, one prompt at a time."""
-    with Served.start({"model": str(fetch("smollm2-135m"))} | EAGER) as served:
-        return list(served.ask(prompts, batch=1)["token_ids"])
+    with served({"model": str(fetch("smollm2-135m"))} | EAGER) as ask:
+        return list(ask(prompts, batch=1)["token_ids"])
 
 
 @pytest.mark.parametrize(
@@ -140,17 +124,16 @@ def test_texts_are_those_of_vllm_alone_and_steps_those_of_our_chain(
 ) -> None:  # fmt: skip
     """Alone and in a batch; compiled, with cached prefixes and chunked prefill."""
     folder = export_vllm(shipped(), tmp_path / "out", target=real_target(), dtype="float32", copying=copying)
-    with Served.start({"model": str(fetch("smollm2-135m"))} | speculative(folder) | options) as served:
-        runs = [served.ask(prompts, batch=batch) for batch in batches]
+    with served({"model": str(fetch("smollm2-135m"))} | speculative(folder) | options) as ask:
+        runs = [ask(prompts, batch=batch) for batch in batches]
     drafter, params = shipped().bind(real_target()), SamplingParams(max_new_tokens=NUM_TOKENS)
     ours = chain(real_target(), drafter, prompts, params, copying=copying)
+    for run in (*runs, ours):
+        assert run.pop("token_ids") == plain
+        print(f"copies {copying}: {run}")  # ours last
     for run in runs:
-        print(f"copies {copying}: drafting steps: vLLM {run['num_drafts']}, ours {ours.num_steps}; accepted: "
-              f"{run['num_accepted']}, {ours.num_accepted}")  # fmt: skip
-    assert [run["token_ids"] for run in runs] == [plain] * len(runs) and ours.token_ids == plain
-    for run in runs:
-        assert run["num_drafts"] == pytest.approx(ours.num_steps, rel=0.02)
-        assert run["num_accepted"] == pytest.approx(ours.num_accepted, rel=0.03, abs=3)
+        assert run["num_drafts"] == pytest.approx(ours["num_drafts"], rel=0.02)
+        assert run["num_accepted"] == pytest.approx(ours["num_accepted"], rel=0.03, abs=3)
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +158,15 @@ def tiny_drafter(target: Target, **settings: Any) -> RecurrentDrafter:
 
 def chain(
     target: Target, drafter: RecurrentDrafter, prompts: list[list[int]], params: SamplingParams, *, copying: bool = True
-) -> Chain:
-    """What our own engine makes of a chain of three tokens."""
+) -> dict[str, Any]:
+    """What our own engine makes of a chain of three tokens, as :func:`served` counts."""
     shape = EngineConfig(method="drafter", copying=copying, beam_width=1, draft_length=3, tree_size=4)
     engine = Engine(target, drafter, shape)
     ours = engine.generate(prompts, params)
     steps = [count for completion in ours for count in completion.num_accepted]
     accepted = [sum(count > place for count in steps) for place in range(3)]
-    return Chain([completion.token_ids for completion in ours], len(steps), accepted)
+    token_ids = [completion.token_ids for completion in ours]
+    return {"token_ids": token_ids, "num_drafts": len(steps), "num_accepted": accepted}
 
 
 REDUCED: dict[str, Any] = {"head": "tied", "draft_vocab_size": 50}
@@ -197,8 +181,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_form_on_one_rank_and_on_two(num_ranks: int, tiny: tuple[Target, str], tmp_path: Path) -> None:
     target, place = tiny
-    options = {"model": place, "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True,
-               "tensor_parallel_size": num_ranks}  # fmt: skip
+    options = TINY | {"model": place, "tensor_parallel_size": num_ranks}
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     answers, forms = answers_of(target, KNOWN, params), list(FORMS)[2 * (num_ranks - 1) :]
     drafters = {name: tiny_drafter(target, **FORMS[name]) for name in forms}
@@ -208,16 +191,15 @@ def test_every_form_on_one_rank_and_on_two(num_ranks: int, tiny: tuple[Target, s
     ]
     # In one process where that is possible: vLLM takes half a minute to be imported.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks == 2 else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with Served.start(*models, **environment) as served:
+    with served(*models, **environment) as ask:
         for index, (name, drafter) in enumerate(drafters.items()):
-            found = served.ask(KNOWN, batch=8, model=index, max_tokens=48, ignore_eos=True)
+            found = ask(KNOWN, batch=8, model=index, max_tokens=48, ignore_eos=True)
             ours = chain(target, drafter, KNOWN, params)
-            print(f"{num_ranks} rank(s), {name}: drafting steps {found['num_drafts']}, ours {ours.num_steps}; accepted "
-                  f"{found['num_accepted']}, {ours.num_accepted}")  # fmt: skip
-            assert found["token_ids"] == ours.token_ids == answers
+            assert found.pop("token_ids") == ours.pop("token_ids") == answers
+            print(f"{num_ranks} rank(s), {name}: {found}, ours {ours}")
             # vLLM drafts nothing for the last token of an answer.
-            assert ours.num_steps - len(KNOWN) <= found["num_drafts"] <= ours.num_steps
-            assert found["num_accepted"] == pytest.approx(ours.num_accepted, rel=0.03, abs=3)
+            assert ours["num_drafts"] - len(KNOWN) <= found["num_drafts"] <= ours["num_drafts"]
+            assert found["num_accepted"] == pytest.approx(ours["num_accepted"], rel=0.03, abs=3)
 
 
 def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, str], tmp_path: Path) -> None:
@@ -225,12 +207,10 @@ def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, 
     target, place = tiny
     drafter = tiny_drafter(target, **REDUCED)
     num_samples, prompt = 4000, KNOWN[2]
-    options = {"model": place, "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True}
-    options |= {"max_num_seqs": 256} | speculative(
-        export_vllm(drafter, tmp_path / "drafter", target=target, dtype="float32")
-    )
-    with Served.start(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as served:
-        found = served.ask([prompt] * num_samples, batch=num_samples, max_tokens=4, temperature=0.8, ignore_eos=True)
+    folder = export_vllm(drafter, tmp_path / "drafter", target=target, dtype="float32")
+    options = TINY | {"model": place, "max_num_seqs": 256} | speculative(folder)
+    with served(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as ask:
+        found = ask([prompt] * num_samples, batch=num_samples, max_tokens=4, temperature=0.8, ignore_eos=True)
     print(f"temperature 0.8: drafts {found['num_drafts']}, accepted {found['num_accepted']}")
     assert found["num_accepted"][0] > 500, "enough drafts are taken to spoil a distribution"
     params = [SamplingParams(max_new_tokens=3, temperature=0.8, ignore_eos=True, seed=n) for n in range(num_samples)]
@@ -252,8 +232,8 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
         target.model.model.norm.weight.copy_(torch.linspace(0.5, 2, 64))
     place = save_target(target, tmp_path / "target")
     layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
-    options: dict[str, Any] = {
-        "model": place, "max_model_len": 128, "enforce_eager": True, "skip_tokenizer_init": True,
+    options = TINY | {
+        "model": place,
         "enable_prefix_caching": False,
         "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1,
                                "draft_model_config": layers},
@@ -262,10 +242,10 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
     }  # fmt: skip
     # Rows of one length: stored states end one token earlier, and rows of other lengths would share other batches.
     prompts = torch.randint(4, 60, (12, 8), generator=torch.Generator().manual_seed(7)).tolist()
-    with Served.start(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as served:
+    with served(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as ask:
         transfer = {"kv_transfer_params": {"include_output_tokens": True}}
-        answers = served.ask(prompts, batch=12, max_tokens=32, ignore_eos=True, extra_args=transfer)["token_ids"]
-        served.ask(prompts[:1], batch=1, max_tokens=8, ignore_eos=True)  # files are written in the steps that follow
+        answers = ask(prompts, batch=12, max_tokens=32, ignore_eos=True, extra_args=transfer)["token_ids"]
+        ask(prompts[:1], batch=1, max_tokens=8, ignore_eos=True)  # files are written in the steps that follow
     assert len(list(states.rglob("*.safetensors"))) >= len(prompts)
     rows = [{"prompt_token_ids": prompt, "token_ids": answer} for prompt, answer in zip(prompts, answers, strict=True)]
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
