@@ -1,10 +1,9 @@
 """Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from drafter.data.batch import ChatBatch, collate, plan_epoch, plan_in_order, stack
-from drafter.data.hidden_states import StatesOnDisk
+from drafter.data.batch import ChatBatch, plan_epoch, plan_in_order
 from drafter.data.rows import TokenRows
 
 
@@ -17,17 +16,8 @@ class TrainLoader:
     continues where an unfinished one stopped, so that a shortened epoch skips no data.
     """
 
-    def __init__(
-        self,
-        rows: TokenRows,
-        states: StatesOnDisk | None = None,
-        *,
-        batch_tokens: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._rows, self._states = rows if states is None else states.rows, states
+    def __init__(self, rows: TokenRows, *, batch_tokens: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        self._rows = rows
         self._identity = {"fingerprint": rows.digest(), "batch_tokens": batch_tokens, "seed": seed}
         self._rank, self._world_size = rank, world_size
         self._go_to(0, 0)
@@ -48,7 +38,7 @@ class TrainLoader:
                 self._go_to(self._epoch + 1, 0)
             rows = self._plan[self._position * self._world_size + self._rank]
             self._position += 1
-            yield gather(self._rows, rows, states=self._states)
+            yield self._rows.batch(rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
@@ -58,8 +48,8 @@ class TrainLoader:
         """Continue at a saved position; ValueError if the position belongs to other data or settings."""
         for name, value in self._identity.items():
             if state.get(name) != value:
-                is_data = name == "fingerprint"
-                what = "training data" if is_data else f"--data.{name} ({state.get(name)} then, {value} now)"
+                setting = f"--data.{name} ({state.get(name)} then, {value} now)"
+                what = "training data" if name == "fingerprint" else setting
                 raise ValueError(
                     f"the checkpoint was written with another {what}, so its position in the data means nothing here: "
                     "restore it to resume, or start a new run from the checkpoint's weights"
@@ -81,17 +71,9 @@ class ValLoader:
     than ranks.
     """
 
-    def __init__(
-        self,
-        rows: TokenRows,
-        states: StatesOnDisk | None = None,
-        *,
-        batch_tokens: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._rows, self._states = rows if states is None else states.rows, states
-        batches = plan_in_order(self._rows.length_X, batch_tokens=batch_tokens)
+    def __init__(self, rows: TokenRows, *, batch_tokens: int, rank: int = 0, world_size: int = 1) -> None:
+        self._rows = rows
+        batches = plan_in_order(rows.length_X, batch_tokens=batch_tokens)
         while len(batches) % world_size:
             place = max(range(len(batches)), key=lambda index: len(batches[index]))
             whole, half = batches[place], len(batches[place]) // 2
@@ -102,16 +84,4 @@ class ValLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
-        return (gather(self._rows, batch, states=self._states) for batch in self._batches)
-
-
-def gather(rows: TokenRows, indices: Sequence[int], *, states: StatesOnDisk | None = None) -> ChatBatch:
-    """The batch of these rows, with their hidden states if a reader is given."""
-    batch = collate(rows.take(indices))
-    if states is None:
-        return batch
-    found = [states.row(index) for index in indices]
-    contexts = [state.context_TC for state in found if state.context_TC is not None]
-    return batch._replace(
-        hidden_BTD=stack([state.hidden_TD for state in found]), context_BTC=stack(contexts) if contexts else None
-    )
+        return map(self._rows.batch, self._batches)

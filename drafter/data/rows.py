@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drafter.data.batch import ChatBatch, collate
+
 _BATCH_ROWS = 1000  # rows in memory at once where all rows are read
 _MAX_TEXT_PROMPT = 32
 
@@ -67,6 +69,10 @@ class TokenRows:
     def row(self, index: int) -> TokenRow:
         """One row."""
         return self.take([index])[0]
+
+    def batch(self, rows: Sequence[int]) -> ChatBatch:
+        """The batch of these rows."""
+        return collate(self.take(rows))
 
     def prompt_ids(self, index: int) -> list[int]:
         """The tokens of a row before the first one that is trained on.
