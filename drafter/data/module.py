@@ -130,8 +130,7 @@ class ChatDataModule(LightningDataModule):
         if self._val_names:
             val = self._read(self._val_names, "val")
         else:
-            kept, held_out = split_by_prompt(train, self._val_share)
-            train, val = train.select(kept), train.select(held_out)
+            train, val = split_by_prompt(train, self._val_share)
         self.rows = {"train": replace(train, everything=self.train_on == "everything"), "val": val}
 
     def _read(self, names: list[str], what: str) -> TokenRows:

@@ -61,10 +61,10 @@ class TokenRows:
         """These rows, in this order."""
         found = self._tensors[list(rows)]
         starts = [0] * len(rows) if self.start_X is None else self.start_X[list(rows)].tolist()
-        parts = zip(found["token_ids"], found["loss_mask"], starts, strict=True)
+        tokens, masks = found["token_ids"], found["loss_mask"]
         if self.everything:
-            return [TokenRow(token_T[start:], torch.arange(start, len(token_T)) > 0) for token_T, _, start in parts]
-        return [TokenRow(token_T[start:], loss_mask_T[start:]) for token_T, loss_mask_T, start in parts]
+            masks = [torch.arange(len(token_T)) > 0 for token_T in tokens]
+        return [TokenRow(token_T[i:], mask_T[i:]) for token_T, mask_T, i in zip(tokens, masks, starts, strict=True)]
 
     def row(self, index: int) -> TokenRow:
         """One row."""
@@ -110,7 +110,7 @@ class TokenRows:
         return self.dataset.select_columns(["token_ids", "loss_mask"]).with_format("torch")
 
 
-def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]]:
+def split_by_prompt(rows: TokenRows, share: float) -> tuple[TokenRows, TokenRows]:
     """Rows to train on and held-out rows; all answers to a prompt are on the same side.
 
     The hash of a prompt's tokens decides its side, so the split does not depend on the order of rows or files. At least
@@ -119,8 +119,7 @@ def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]
     Raises:
         ValueError: fewer than two different prompts.
     """
-    prompts = (repr(rows.prompt_ids(index)).encode() for index in range(len(rows)))
-    digests = [hashlib.blake2b(prompt, digest_size=8).digest() for prompt in prompts]
+    digests = [prompt_digest(rows.prompt_ids(index)) for index in range(len(rows))]
     unique = sorted(set(digests))
     if len(unique) < 2:
         raise ValueError("the training data hold one prompt, so no prompt can be held out: give --data.val files")
@@ -128,4 +127,9 @@ def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]
     held_out = set(unique[:num_held_out])
     train = [index for index, digest in enumerate(digests) if digest not in held_out]
     val = [index for index, digest in enumerate(digests) if digest in held_out]
-    return train, sorted(val, key=lambda index: digests[index])
+    return rows.select(train), rows.select(sorted(val, key=lambda index: digests[index]))
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """A hash that decides whether the answers to a prompt are held out."""
+    return hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=8).digest()

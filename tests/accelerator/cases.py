@@ -250,7 +250,7 @@ def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModu
     target = target_of("llama")
     drafter = drafter_of(target).train().requires_grad_(True)
     options = DrafterOptions(draft_length=drafter.config.draft_length)
-    module = DrafterModule(lambda *_: target, SimpleNamespace(), drafter=options, objective=Objective(**objective))
+    module = DrafterModule(SimpleNamespace(), "llama", drafter=options, objective=Objective(**objective))
     trainer: Any = SimpleNamespace(  # what the module asks Lightning's trainer in a step
         global_step=0,
         log_every_n_steps=log_every_n_steps,
