@@ -76,14 +76,10 @@ def plan_in_order(length_X: Tensor, *, batch_tokens: int) -> list[list[int]]:
 
 def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
     """Cut rows of ascending length into batches under the budget."""
-    batches: list[list[int]] = []
-    batch: list[int] = []
+    batches: list[list[int]] = [[]] if rows else []
     for row, length in zip(rows, lengths, strict=True):
         padded = length + -length % PAD_MULTIPLE
-        if batch and (len(batch) + 1) * padded > batch_tokens:
-            batches.append(batch)
-            batch = []
-        batch.append(row)
-    if batch:
-        batches.append(batch)
+        if batches[-1] and (len(batches[-1]) + 1) * padded > batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
     return batches

@@ -260,7 +260,7 @@ class RowEncoder:
             return self.tokenizer([text], add_special_tokens=False, truncation=False, padding=False).encodings[0]
 
         whole = encoding(text)
-        ids, offsets = whole.ids, whole.offsets
+        ids, offsets, stop_ids = whole.ids, whole.offsets, self._special.keys()
         loss_mask = [False] * len(ids)
         for number, (prefix_end, start, end, turn_end) in enumerate(spans, start=1):
             prefix_ids = encoding(text[:prefix_end]).ids
@@ -274,11 +274,9 @@ class RowEncoder:
             while behind < len(ids) and offsets[behind][1] <= end:
                 behind += 1
             closing = behind
-            while (
-                closing < len(ids) and ids[closing] not in self._special and not text[end : offsets[closing][1]].strip()
-            ):
+            while closing < len(ids) and ids[closing] not in stop_ids and not text[end : offsets[closing][1]].strip():
                 closing += 1
-            has_end = closing < len(ids) and ids[closing] in self._special and offsets[closing][0] < turn_end
+            has_end = closing < len(ids) and ids[closing] in stop_ids and offsets[closing][0] < turn_end
             if has_end and not text[end : offsets[closing][0]].strip() and not (is_cut and number == len(spans)):
                 behind = closing + 1
             loss_mask[first:behind] = [True] * (behind - first)

@@ -5,7 +5,6 @@ checkpoints. The same call goes on where an earlier one was stopped; the folder 
 """
 
 import contextlib
-import functools
 import gc
 import hashlib
 import json
@@ -77,30 +76,31 @@ def adapt(
     """
     out, drafter = options.out, Path(options.drafter)
     check_export(out)
-    load = functools.cache(load_target)
     key = [repr(options), _digest(drafter)]
-
-    def measured(name: Path) -> dict[str, list[tuple[int, int]]]:
-        return count_steps(load(), load_drafter(str(name), load()), prompts, _NUM_TOKENS)
-
     with _work_folder(out, key) as work:
         checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
-        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, options)))
-        before = _kept(work / "before.json", lambda: measured(drafter))
+        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load_target(), work, options)))
+
+        def measured() -> dict[str, Figure]:
+            target = load_target()
+            before, after = (
+                count_steps(target, load_drafter(str(folder), target), prompts, _NUM_TOKENS)
+                for folder in (drafter, made)
+            )
+            return {name: compared(before[name], after[name]) for name in before}
+
         if not made.exists():
-            load.cache_clear()
             gc.collect()  # a target and what hangs on it refer to each other
             train(_recipe(options, work, longest))
             export(checkpoint, made)
-            gc.collect()  # the trainer's target
-        after = _kept(work / "after.json", lambda: measured(made))
-        figures = {name: compared(before[name], after[name]) for name in before}
+            gc.collect()
+        figures = {name: Figure(*numbers) for name, numbers in _kept(work / "figures.json", measured).items()}
         print(table(figures, {name: len(found) for name, found in prompts.items()}))
         has_gained = figures["traffic, with copies"].has_gained
         if has_gained:
-            measured_steps = {name: figure._asdict() for name, figure in figures.items()}
             facts = {"from": str(drafter), "answers": num_answers, "minutes": options.minutes}
-            export(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured_steps}})
+            facts["tokens_per_step"] = {name: figure._asdict() for name, figure in figures.items()}
+            export(checkpoint, out, facts={"adapted": facts})
     return has_gained
 
 

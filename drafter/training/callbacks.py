@@ -31,22 +31,19 @@ _MODES = {"drafter alone": False, "with copies": True}
 def count_steps(
     target: Target, drafter: RecurrentDrafter, prompts: Mapping[str, Sequence[Prompt]], num_tokens: int
 ) -> dict[str, list[tuple[int, int]]]:
-    """(tokens, steps) of each prompt's greedy answer, by "set, mode", under progress bars.
+    """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes.
 
-    Args:
-        target, drafter: loaded for decoding.
-        prompts: sets of prompts by name; an empty set has no counts.
-        num_tokens: of an answer at most.
+    Each set of prompts is decoded in both modes, under progress bars: "set, mode" -> counts. Empty sets are left out.
     """
+    tree = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=num_tokens)
     found: dict[str, list[tuple[int, int]]] = {}
-    tree = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8)
     for (name, own), (mode, copying) in product(prompts.items(), _MODES.items()):
-        engine, key = Engine(target, drafter, replace(tree, copying=copying)), f"{name}, {mode}"
-        for start in tqdm(range(0, len(own), _MEASURED_TOGETHER), desc=f"measuring {key}"):
+        engine = Engine(target, drafter, replace(tree, copying=copying))
+        for start in tqdm(range(0, len(own), _MEASURED_TOGETHER), desc=f"measuring {name}, {mode}"):
             answers = engine.generate(own[start : start + _MEASURED_TOGETHER], params)
             counts = [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
-            found.setdefault(key, []).extend(counts)
+            found.setdefault(f"{name}, {mode}", []).extend(counts)
     return found
 
 

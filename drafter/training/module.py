@@ -6,6 +6,8 @@ F feature size of the head.
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,10 +117,11 @@ class DrafterModule(LightningModule):
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self.data = data
         self._init_from, self._is_sharded = init_from, shard_target
-        self._target_options: dict[str, Any] = {
-            "name": target, "dtype": target_dtype, "quantization": quantization, "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }  # fmt: skip
+        # Who has a target already puts it in the place of this function.
+        self.load_target: Callable[..., Target] = partial(
+            load_target, target, runtime="torch", is_trainable=True, dtype=target_dtype, quantization=quantization,
+            revision=revision, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         self._rates = objective.rates(drafter.draft_length)
         self._seed = torch.initial_seed()
         self.num_positions = 0
@@ -127,12 +130,6 @@ class DrafterModule(LightningModule):
         self._norm: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # of a gradient: step, value, when copied
 
     # -- set-up ----------------------------------------------------------------------------------------------------
-
-    def load_target(self) -> Target:
-        """The target on this process's device. Who has one already overrides the method."""
-        num_shards = self.trainer.num_devices if self._is_sharded else 1
-        device, options = str(self.trainer.strategy.root_device), self._target_options
-        return load_target(**options, runtime="torch", is_trainable=True, device=device, num_shards=num_shards)
 
     def configure_model(self) -> None:
         """Load the target, choose the draft vocabulary, measure the scales, make the drafter."""
@@ -146,7 +143,8 @@ class DrafterModule(LightningModule):
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        target = self.load_target()
+        num_shards = self.trainer.num_devices if self._is_sharded else 1
+        target = self.load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
         drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
         self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -163,14 +161,10 @@ class DrafterModule(LightningModule):
         if self.trainer.is_global_zero:
             # Not self.print, which needs a progress bar; there is none yet.
             print("\n".join([*notes, *summary_lines(self.drafter)]), flush=True)
-        self._cache_states()
-
-    def _cache_states(self) -> None:
-        """Fill the data module's cache of hidden states, if there is one. The first process writes; the others read."""
         layers = tuple(self.drafter.config.context_layers)
-        for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
+        for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):  # the first writes, others read
             if is_turn:
-                self.data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
+                self.data.cache_states(target, draft_length=len(self._rates), context_layers=layers)
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:

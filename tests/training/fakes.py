@@ -82,7 +82,7 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
         objective=Objective(**changes.pop("objective", {})),
         optim=OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}),
     )
-    module.load_target = lambda: target
+    module.load_target = lambda **_: target
     return module
 
 

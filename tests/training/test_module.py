@@ -117,7 +117,7 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
 def test_lightnings_default_device_is_not_that_of_the_hosts_tensors(tmp_path, monkeypatch) -> None:
     target = make_target()
     module, trainer = make_module(target), make_trainer(tmp_path, max_steps=1, limit_val_batches=0)
-    module.load_target = lambda: wrap_model(target.model, name="anew")
+    module.load_target = lambda **_: wrap_model(target.model, name="anew")
     monkeypatch.setattr(trainer.strategy, "tensor_init_context", lambda *_: torch.device("meta"))
     trainer.fit(module, datamodule=FakeData(greedy_rows(target), 1))
     assert module.drafter.device.type == "cpu" and module._draft_index_V.device.type == "cpu"
