@@ -335,7 +335,7 @@ def train(check: Check) -> None:
     from lightning.pytorch.callbacks import Callback
     from torch.utils.data import DataLoader
 
-    from drafter.data.batch import collate
+    from drafter.data.rows import collate
     from drafter.training.module import DrafterModule
     from drafter.training.options import DrafterOptions, Objective
 

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from drafter.data.batch import ChatBatch, plan_in_order, stack
-from drafter.data.rows import TokenRow, TokenRows
+from drafter.data.loader import plan_in_order
+from drafter.data.rows import ChatBatch, TokenRow, TokenRows, stack
 from drafter.targets.target import Target
 from drafter.utils.io import first_line, locked, renamed
 

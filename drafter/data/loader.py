@@ -1,10 +1,19 @@
-"""Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
+"""Iterables of batches for the trainer: deterministic, and resumable at the exact batch.
 
+Shapes: X rows.
+"""
+
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from drafter.data.batch import ChatBatch, plan_epoch, plan_in_order
-from drafter.data.rows import TokenRows
+import torch
+from torch import Tensor
+
+from drafter.data.rows import PAD_MULTIPLE, ChatBatch, TokenRows
+
+# Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
+_POOL_ROWS = 8192
 
 
 class TrainLoader:
@@ -85,3 +94,37 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[ChatBatch]:
         return map(self._rows.batch, self._batches)
+
+
+def plan_epoch(length_X: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
+
+    A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
+    alone is longer), where the longest row counts with its padding. Batches come in random order.
+    """
+    # A hash of the whole key: neighbouring epochs and seeds do not share their streams.
+    digest = hashlib.blake2b(repr(("epoch", seed, epoch)).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    order_X = torch.randperm(len(length_X), generator=generator)
+    batches: list[list[int]] = []
+    for pool_X in order_X.split(_POOL_ROWS):
+        pool_X = pool_X[length_X[pool_X].argsort(stable=True)]
+        batches += _cut(pool_X.tolist(), length_X[pool_X].tolist(), batch_tokens)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def plan_in_order(length_X: Tensor, *, batch_tokens: int) -> list[list[int]]:
+    """Batches for validation: rows sorted by length, the same ones every time."""
+    order_X = length_X.argsort(stable=True)
+    return _cut(order_X.tolist(), length_X[order_X].tolist(), batch_tokens)
+
+
+def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    """Cut rows of ascending length into batches under the budget."""
+    batches: list[list[int]] = [[]] if rows else []
+    for row, length in zip(rows, lengths, strict=True):
+        padded = length + -length % PAD_MULTIPLE
+        if batches[-1] and (len(batches[-1]) + 1) * padded > batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

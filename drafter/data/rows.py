@@ -1,6 +1,6 @@
-"""Tokenised rows: an Arrow table of `datasets` with token ids and loss masks, mapped into memory.
+"""Tokenised rows and their batches: an Arrow table of `datasets` with token ids and loss masks, mapped into memory.
 
-Shapes: X rows · T tokens of one row · V vocabulary.
+Shapes: X rows · B rows of a batch · T tokens of the longest row · V vocabulary · D target hidden size · C context size.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from drafter.data.batch import ChatBatch, collate
-
+PAD_MULTIPLE = 8  # batches have few different widths
 _BATCH_ROWS = 1000  # rows in memory at once where all rows are read
 _MAX_TEXT_PROMPT = 32
 
@@ -23,6 +23,41 @@ class TokenRow(NamedTuple):
 
     token_T: Tensor
     loss_mask_T: Tensor
+
+
+class ChatBatch(NamedTuple):
+    """Rows padded on the right with token 0.
+
+    Attributes:
+        token_BT: int64.
+        loss_mask_BT: bool, True where the token at this position is trained on (an answer's token, never padding).
+        hidden_BTD: the target's final hidden states of these tokens, when they come from a cache; None otherwise.
+        context_BTC: context of the drafter, if a cache holds a context other than ``hidden_BTD``.
+    """
+
+    token_BT: Tensor
+    loss_mask_BT: Tensor
+    hidden_BTD: Tensor | None = None
+    context_BTC: Tensor | None = None
+
+
+def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> ChatBatch:
+    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``PAD_MULTIPLE``.
+
+    >>> batch = collate([(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
+    ...                  (torch.tensor([8]), torch.tensor([True]))])
+    >>> batch.token_BT.tolist()
+    [[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]]
+    """
+    tokens, masks = zip(*rows, strict=True)
+    return ChatBatch(stack(tokens), stack(masks))
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [T_row, ...] as one tensor [B, T, ...], zeros on the right."""
+    stacked_BT = pad_sequence(list(parts), batch_first=True)
+    missing = -stacked_BT.shape[1] % PAD_MULTIPLE
+    return torch.nn.functional.pad(stacked_BT, (0, 0) * (stacked_BT.ndim - 2) + (0, missing))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.data.batch import ChatBatch
 from drafter.data.module import ChatDataModule
+from drafter.data.rows import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput

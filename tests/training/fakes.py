@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
-from drafter.data.batch import ChatBatch, collate
+from drafter.data.rows import ChatBatch, collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig

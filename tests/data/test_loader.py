@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.data.batch import plan_epoch, plan_in_order
-from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.loader import TrainLoader, ValLoader, plan_epoch, plan_in_order
 from drafter.data.rows import TokenRows
 from tests.data.tiny import token_rows
 
