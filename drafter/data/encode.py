@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -193,10 +193,11 @@ class RowEncoder:
     def _template(self) -> Fork:
         """The template in one process with limits of time and memory: a conversation's text and answers, or the reason
         to drop it."""
+        find_answers = replace(self)._find_answers  # of a copy, in no circle: the process ends with this encoder
 
         def find(conversation: Any) -> Any:
             try:
-                return self._find_answers(*conversation)
+                return find_answers(*conversation)
             except ValueError as error:
                 return str(error)
 
