@@ -81,6 +81,7 @@ def make_module(target: Target, **changes: Any) -> DrafterModule:
         drafter=DrafterOptions(**{"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}),
         objective=Objective(**changes.pop("objective", {})),
         optim=OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}),
+        **changes,
     )
     module.load_target = lambda **_: target
     return module
