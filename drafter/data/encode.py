@@ -11,15 +11,15 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
 from drafter.data.reading import RawRow, digest_of_rows, read_records
 from drafter.data.rows import TokenRows
-from drafter.targets.chat import limited_map, render_chat, what_runs
+from drafter.targets.chat import Fork, render_chat, what_runs
 
-_BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows that are rendered in one call, and their text
 _MOST_CHARACTERS = 4 << 20  # of a row of text: its tokens take a hundred times as many bytes
 _MOST_READ = 64 << 20  # characters before all answers of a conversation together, which are rendered and encoded, too
 # Part of the cache's key: raise the number when a change of this file changes tokens or masks.
@@ -42,8 +42,8 @@ class EncodedRow(NamedTuple):
         where: file and line.
     """
 
-    token_ids: list[int]
-    loss_mask: list[bool]
+    token_ids: Sequence[int] = ()
+    loss_mask: Sequence[bool] = ()
     is_foreign: bool = False
     problem: str = ""
     is_cut: bool = False
@@ -92,16 +92,7 @@ def _encoded(name: str, encoder: "RowEncoder") -> Any:
     from datasets.exceptions import DatasetGenerationError
 
     def rows() -> Iterator[dict[str, Any]]:
-        records = read_records(name)
-        batch: list[RawRow] = []
-        num_bytes = 0
-        for record in records:
-            batch.append(record)
-            num_bytes += len(repr(record.fields))
-            if len(batch) == _BATCH_ROWS or num_bytes > _BATCH_BYTES:
-                yield from (row.columns() for row in encoder.encode(batch))
-                batch, num_bytes = [], 0
-        yield from (row.columns() for row in encoder.encode(batch))
+        return (row.columns() for record in read_records(name) for row in encoder.encode(record))
 
     settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
     key = json.dumps([digest_of_rows(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
@@ -150,60 +141,67 @@ class RowEncoder:
     columns: Mapping[str, str] | None = None
     vocab_size: int | None = None
 
-    def encode(self, records: Sequence[RawRow]) -> Iterator[EncodedRow]:
-        """The encoded rows in the order of the records; a dropped row has a ``problem``.
+    def encode(self, record: RawRow) -> list[EncodedRow]:
+        """The encoded row, or the several rows of a long plain text; a dropped row has a ``problem``.
 
         Raises:
             ValueError: an invalid row, or a conversation for a target without a chat template.
         """
-        rows = [parse_row(record, columns=self.columns) for record in records]
-        conversations, stop_ids = self._rendered([row for row in rows if row.is_chat]), stop_token_ids(self.tokenizer)
-        for row in rows:
-            if row.is_chat:
-                found = [self._masked(row, next(conversations), stop_ids)]
-            elif row.text is not None:
-                found = self._chunks(row.text)
-            else:
-                mask = [False] * len(row.prompt_ids) + [True] * len(row.token_ids or ())
-                found = [EncodedRow([*row.prompt_ids, *(row.token_ids or ())], mask)]
-            for encoded in found:
-                check_ids(encoded.token_ids, self.vocab_size or len(self.tokenizer), row.where)
-                yield self._cut(encoded)._replace(where=row.where)
+        row = parse_row(record, columns=self.columns)
+        if row.is_chat:
+            found = [self._conversation(row)]
+        elif row.text is not None:
+            found = self._chunks(row.text)
+        else:
+            answer_ids = row.token_ids or ()
+            mask = [False] * len(row.prompt_ids) + [True] * len(answer_ids)
+            found = [EncodedRow([*row.prompt_ids, *answer_ids], mask)]
+        for encoded in found:
+            check_ids(encoded.token_ids, self.vocab_size or len(self.tokenizer), row.where)
+        return [self._cut(encoded)._replace(where=row.where) for encoded in found]
 
-    def _rendered(self, rows: Sequence[Row]) -> Iterator[Any]:
-        """The text and the answers of conversations (:meth:`_find_answers`), or the reason to drop one.
-
-        The template runs in one process with limits of time and memory.
-        """
-        if rows and not self.tokenizer.chat_template:
+    def _conversation(self, row: Row) -> EncodedRow:
+        """A conversation by the target's chat template."""
+        if not self.tokenizer.chat_template:
             raise ValueError(
                 f"target {self.name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
                 "rows, or choose an instruction-tuned target"
             )
-        marks = tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        # A last question that has no answer is left out.
+        has_more = row.messages[-1]["role"] == "user" and len(row.messages) > 2
+        messages = row.messages[:-1] if has_more else row.messages
+        answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
+        before = itertools.accumulate(len(message["content"]) for message in messages)
+        reasons = {
+            NO_ANSWER: messages[-1]["role"] != "assistant",
+            _PARTS: row.has_parts,
+            EMPTY: not all(answers),
+            _MARK: any(answer.endswith(tuple(self._special.values())) for answer in answers),
+            _TOO_MUCH: sum(itertools.islice(before, len(messages) % 2, None, 2)) > _MOST_READ,
+        }
+        if problem := next((reason for reason, is_met in reasons.items() if is_met), ""):
+            return EncodedRow(problem=problem)
+        (found,) = self._template.map([[messages, row.tools]])
+        return EncodedRow(problem=found) if isinstance(found, str) else self._masked(*found, is_cut=row.is_cut)
 
-        def find(row: Row) -> Any:
-            # A last question that has no answer is left out.
-            has_more = row.messages[-1]["role"] == "user" and len(row.messages) > 2
-            messages = row.messages[:-1] if has_more else row.messages
-            answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
-            if messages[-1]["role"] != "assistant":
-                return NO_ANSWER
-            if row.has_parts:
-                return _PARTS
-            if not all(answers):
-                return EMPTY
-            if any(answer.endswith(marks) for answer in answers):
-                return _MARK
-            before = itertools.accumulate(len(message["content"]) for message in messages)
-            if sum(itertools.islice(before, len(messages) % 2, None, 2)) > _MOST_READ:
-                return _TOO_MUCH
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The tokens that can end a turn, each with its text."""
+        return {index: self.tokenizer.convert_ids_to_tokens(index) for index in stop_token_ids(self.tokenizer)}
+
+    @cached_property
+    def _template(self) -> Fork:
+        """The template in one process with limits of time and memory: a conversation's text and answers, or the reason
+        to drop it."""
+        find_answers = replace(self)._find_answers  # of a copy, in no circle: the process ends with this encoder
+
+        def find(conversation: Any) -> Any:
             try:
-                return self._find_answers(messages, row.tools)
+                return find_answers(*conversation)
             except ValueError as error:
                 return str(error)
 
-        return iter(limited_map(find, rows, what_runs(self.name)))
+        return Fork(find, what_runs(self.name))
 
     def _find_answers(self, messages: Sequence[ChatMessage], tools: Any) -> tuple[str, list[tuple[int, int, int, int]]]:
         """The rendered conversation, and of each answer four places in characters: prefix, start, end, end of the turn.
@@ -248,7 +246,7 @@ class RowEncoder:
             spans.append((len(prefix), end - len(content), end, turn_end))
         return text, spans
 
-    def _masked(self, row: Row, rendered: Any, stop_ids: set[int]) -> EncodedRow:
+    def _masked(self, text: str, spans: Sequence[Sequence[int]], *, is_cut: bool) -> EncodedRow:
         """Token ids and mask of a rendered conversation, whose prefixes are compared token by token.
 
         The mask begins with the first token behind the prefix. Text of the template between prefix and answer is left
@@ -256,23 +254,20 @@ class RowEncoder:
         the special token that ends the turn, or with the last token inside the answer where only text of the template
         follows, or the answer ended at a length limit. A token of one byte covers the byte's whole character.
         """
-        if isinstance(rendered, str):
-            return EncodedRow([], [], problem=rendered)
-        text, spans = rendered
         if len(text) > _MOST_CHARACTERS:
-            return EncodedRow([], [], problem=_TOO_MUCH)
+            return EncodedRow(problem=_TOO_MUCH)
 
         def encoding(text: str) -> Any:  # one at a time: the prefixes of many turns are long together
             return self.tokenizer([text], add_special_tokens=False, truncation=False, padding=False).encodings[0]
 
         whole = encoding(text)
-        ids, offsets = whole.ids, whole.offsets
+        ids, offsets, stop_ids = whole.ids, whole.offsets, self._special.keys()
         loss_mask = [False] * len(ids)
         for number, (prefix_end, start, end, turn_end) in enumerate(spans, start=1):
             prefix_ids = encoding(text[:prefix_end]).ids
             first = len(prefix_ids)
             if ids[:first] != prefix_ids:
-                return EncodedRow([], [], problem="the tokens before an answer change when the answer is added")
+                return EncodedRow(problem="the tokens before an answer change when the answer is added")
             if text[prefix_end:start].strip():
                 while first < len(ids) and (offsets[first][1] <= start or text[offsets[first][0] : start].strip()):
                     first += 1
@@ -283,7 +278,7 @@ class RowEncoder:
             while closing < len(ids) and ids[closing] not in stop_ids and not text[end : offsets[closing][1]].strip():
                 closing += 1
             has_end = closing < len(ids) and ids[closing] in stop_ids and offsets[closing][0] < turn_end
-            if has_end and not text[end : offsets[closing][0]].strip() and not (row.is_cut and number == len(spans)):
+            if has_end and not text[end : offsets[closing][0]].strip() and not (is_cut and number == len(spans)):
                 behind = closing + 1
             loss_mask[first:behind] = [True] * (behind - first)
         return EncodedRow(ids, loss_mask, is_foreign=True)
@@ -291,7 +286,7 @@ class RowEncoder:
     def _chunks(self, text: str) -> list[EncodedRow]:
         """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
         if len(text) > _MOST_CHARACTERS:
-            return [EncodedRow([], [], problem=_TOO_MUCH)]
+            return [EncodedRow(problem=_TOO_MUCH)]
         ids = list(self.tokenizer(text)["input_ids"])
         size = self.max_length or max(1, len(ids))
         # A last token alone would train nothing.
@@ -305,7 +300,7 @@ class RowEncoder:
             row = row._replace(token_ids=row.token_ids[:size], loss_mask=row.loss_mask[:size], is_cut=True)
         if row.problem or any(row.loss_mask):
             return row
-        return EncodedRow([], [], problem=TOO_LONG if row.is_cut else EMPTY)
+        return EncodedRow(problem=TOO_LONG if row.is_cut else EMPTY)
 
 
 def _tokenizer_state(tokenizer: Any) -> list[Any]:

@@ -23,9 +23,9 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from drafter.data.batch import plan_in_order
-from drafter.data.rows import TokenRow, TokenRows
+from drafter.data.loader import plan_in_order
+from drafter.data.rows import ChatBatch, TokenRow, TokenRows, stack
 from drafter.targets.target import Target
 from drafter.utils.io import first_line, locked, renamed
 
@@ -47,41 +47,40 @@ _VERSION = 3  # raise the number when the content of the cache's files changes
 _MOST_DIFFERENT = 0.25
 
 
-class States(NamedTuple):
-    """Hidden states of one row in the target's dtype; ``context_TC`` is None if the context is the final one."""
-
-    hidden_TD: Tensor
-    context_TC: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class StatesOnDisk:
-    """The states of rows.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowsWithStates(TokenRows):
+    """Rows whose states are on the disk. They begin where :func:`first_kept` says.
 
     Attributes:
         files: the file of each row.
-        rows: the rows, cut by :func:`crop_to_answers`.
         dtype: the target's dtype.
         has_context: the layers in front of the last one are the drafter's context.
         norm: the target's final norm, for files of another engine, which hold whole texts; None: files of the cache,
-            which begin where the cut rows begin.
+            which begin where the rows begin.
     """
 
     files: list[Path]
-    rows: TokenRows
     dtype: torch.dtype
-    has_context: bool = False
+    has_context: bool
     norm: nn.Module | None = None
 
+    def batch(self, rows: Sequence[int]) -> ChatBatch:
+        """The batch of these rows, with their hidden states and their context, if there is one."""
+        hiddens, contexts = zip(*map(self.states, rows), strict=True)
+        context_BTC = stack(contexts) if self.has_context else None
+        return super().batch(rows)._replace(hidden_BTD=stack(hiddens), context_BTC=context_BTC)
+
     @torch.no_grad()
-    def row(self, index: int) -> States:
-        """The states of a row's kept positions. Positions after the last stored state are zero and train nothing.
+    def states(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Final states and context of a row's kept positions, in the target's dtype: [T, D], and [T, C] or None.
+
+        Positions after the last stored state are zero and train nothing.
 
         Raises:
             ValueError: the file is damaged, or was changed since it was chosen.
         """
-        path, token_T = self.files[index], self.rows.row(index).token_T
-        start = 0 if self.norm is None or self.rows.start_X is None else int(self.rows.start_X[index])
+        path, token_T = self.files[index], self.row(index).token_T
+        start = 0 if self.norm is None or self.start_X is None else int(self.start_X[index])
         span = slice(start, start + len(token_T))
         with _open(path) as file:
             stored_T, state_TAD = file.get_slice(_TOKENS)[span], file.get_slice(_STATES)[span]
@@ -96,16 +95,16 @@ class StatesOnDisk:
         hidden_TD = state_TAD[:, -1] if self.norm is None else self.norm(state_TAD[:, -1])
         padding = (0, 0, 0, len(token_T) - len(stored_T))
         context_TC = pad(state_TAD[:, :-1].flatten(1), padding) if self.has_context else None
-        return States(pad(hidden_TD, padding), context_TC)
+        return pad(hidden_TD, padding), context_TC
 
 
-def crop_to_answers(rows: TokenRows, margin: int) -> TokenRows:
-    """The rows without the positions more than ``margin`` before the first trained token of each.
+def first_kept(rows: TokenRows, margin: int) -> Tensor:
+    """The position ``margin`` before the first trained token of each row, or its beginning [X].
 
     A drafter that unrolls L tokens starts at most L + 1 positions before that token.
     """
     firsts = [int(rows.row(index).loss_mask_T.to(torch.uint8).argmax()) for index in range(len(rows))]
-    return replace(rows, start_X=(torch.tensor(firsts, dtype=torch.int64) - margin).clamp(min=0))
+    return (torch.tensor(firsts, dtype=torch.int64) - margin).clamp(min=0)
 
 
 # -- the cache -----------------------------------------------------------------------------------------------------
@@ -120,8 +119,8 @@ def cache_states(
     margin: int,
     context_layers: Sequence[int] = (),
     batch_tokens: int = 8192,
-) -> StatesOnDisk:
-    """A reader of the states of all rows, cut by :func:`crop_to_answers`. Missing states are computed first.
+) -> RowsWithStates:
+    """The rows with their states, which are computed first where they are missing.
 
     The size is printed before anything is written. A second process waits and finds the states complete.
 
@@ -131,9 +130,8 @@ def cache_states(
     from tqdm import tqdm
 
     folder = Path(folder).expanduser()
-    cropped = crop_to_answers(rows, margin)
-    assert cropped.start_X is not None
-    starts = cropped.start_X.tolist()
+    start_X = first_kept(rows, margin)
+    starts = start_X.tolist()
     key = repr((target.fingerprint, target.dtype, target.hidden_size, tuple(context_layers), _VERSION))
     # A state depends on all text before its position, so the hash is of the whole row.
     names = [_digest(rows.row(index).token_T, f"{start} {key}") for index, start in enumerate(starts)]
@@ -143,7 +141,7 @@ def cache_states(
     with locked(folder / ".lock", wait=True, seconds=math.inf):
         missing = list({file: index for index, file in enumerate(files) if not file.is_file()}.values())
         if missing:
-            num_positions = int(cropped.length_X[missing].sum())
+            num_positions = int((rows.length_X - start_X)[missing].sum())
             num_bytes = num_positions * 2 * target.hidden_size * (1 + len(context_layers))
             _check_room(folder, num_positions, num_bytes + len(missing) * _SPARE_BYTES)
         length_X = rows.length_X[missing]
@@ -162,7 +160,9 @@ def cache_states(
                     with renamed(files[index]) as new:
                         save_file({_STATES: state_TAD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
                 bar.update(sum(map(len, tokens)))
-    return StatesOnDisk(files, cropped, target.dtype, has_context=bool(context_layers))
+    return RowsWithStates(
+        rows.dataset, start_X, rows.everything, files=files, dtype=target.dtype, has_context=bool(context_layers)
+    )
 
 
 def _check_room(folder: Path, num_positions: int, needed: int) -> None:
@@ -179,16 +179,45 @@ def _check_room(folder: Path, num_positions: int, needed: int) -> None:
 # -- files of another engine ---------------------------------------------------------------------------------------
 
 
-def index_stored_files(
-    folder: str | Path, target: Target, *, context_layers: Sequence[int], longest: int
-) -> dict[bytes, Path]:
-    """The files of a folder by a hash of their first ``longest`` tokens, where training cuts longer texts.
+def open_stored_states(
+    folder: str | Path, parts: dict[str, TokenRows], target: Target, *, margin: int, context_layers: Sequence[int] = ()
+) -> dict[str, RowsWithStates]:
+    """The rows of each part with their states from a folder's files.
+
+    Args:
+        folder: files with the layers of the drafter's context and the last one.
+        parts: training rows and others, by name.
+        target: the target; its final norm is applied, and one row of each part is compared with its forward.
+        margin: kept positions before the first trained token.
+        context_layers: layers of the drafter's context.
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: the folder holds no such file, or a file is damaged, of another format, of other layers than the
-            drafter's context and the last one, or still being written.
+        ValueError: the folder holds no such file; a file is damaged, of another format, of other layers, or still being
+            written; a row has no file; or the states are another model's.
     """
+    longest = max(int(rows.length_X.max()) for rows in parts.values())  # training cuts longer texts
+    files = _index(folder, target, context_layers, longest)
+    found = {}
+    for name, rows in parts.items():
+        paths = [_file_of(rows.row(index), files) for index in range(len(rows))]
+        if None in paths:
+            index = paths.index(None)
+            raise ValueError(
+                f"{FLAG}: {paths.count(None)} of {len(rows)} rows have no stored states, such as row {index} "
+                f"({int(rows.length_X[index])} tokens): another chat template, another tokenizer, or a text that was "
+                "not stored"
+            )
+        found[name] = RowsWithStates(
+            rows.dataset, first_kept(rows, margin), rows.everything, files=[path for path in paths if path is not None],
+            dtype=target.dtype, has_context=bool(context_layers), norm=target.final_norm(),
+        )  # fmt: skip
+        _check_model(found[name], rows, target, context_layers)
+    return found
+
+
+def _index(folder: str | Path, target: Target, context_layers: Sequence[int], longest: int) -> dict[bytes, Path]:
+    """The files of a folder by a hash of their first ``longest`` tokens; errors as of :func:`open_stored_states`."""
     from tqdm import tqdm
 
     path = Path(folder).expanduser()
@@ -212,36 +241,6 @@ def index_stored_files(
             )
         files[_digest(token_T[:longest])] = path
     return files
-
-
-def open_stored_states(
-    files: dict[bytes, Path], rows: TokenRows, target: Target, *, margin: int, context_layers: Sequence[int] = ()
-) -> StatesOnDisk:
-    """A reader of the states of all rows, in the target's dtype.
-
-    Args:
-        files: of :func:`index_stored_files`.
-        rows: the rows, which :func:`crop_to_answers` cuts by ``margin``.
-        target: the target; its final norm is applied, and one row is compared with its forward.
-        margin: kept positions before the first trained token.
-        context_layers: layers of the drafter's context; the files hold these layers and the last one.
-
-    Raises:
-        ValueError: a row has no file, or the states are another model's.
-    """
-    found = [_file_of(rows.row(index), files) for index in range(len(rows))]
-    paths = [path for path in found if path is not None]
-    if len(paths) < len(rows):
-        index = found.index(None)
-        raise ValueError(
-            f"{FLAG}: {len(rows) - len(paths)} of {len(rows)} rows have no stored states, such as row {index} "
-            f"({int(rows.length_X[index])} tokens): another chat template, another tokenizer, or a text that was not "
-            "stored"
-        )
-    cropped, norm = crop_to_answers(rows, margin), target.final_norm()
-    states = StatesOnDisk(paths, cropped, target.dtype, has_context=bool(context_layers), norm=norm)
-    _check_model(states, rows, target, context_layers)
-    return states
 
 
 @contextmanager
@@ -269,17 +268,14 @@ def _file_of(row: TokenRow, files: dict[bytes, Path]) -> Path | None:
 
 
 @torch.no_grad()
-def _check_model(states: StatesOnDisk, rows: TokenRows, target: Target, context_layers: Sequence[int]) -> None:
+def _check_model(stored: RowsWithStates, rows: TokenRows, target: Target, context_layers: Sequence[int]) -> None:
     """ValueError if final states or context of the shortest row are far from those of a forward of the target."""
     index = int(rows.length_X.argmin())
-    row, found = rows.row(index), states.row(index)
-    start = len(row.token_T) - len(found.hidden_TD)
+    row, (hidden_TD, context_TC) = rows.row(index), stored.states(index)
+    start = len(row.token_T) - len(hidden_TD)
     used = slice(start, max(start + 1, _num_needed(row)))
     output = target.forward(row.token_T[None].to(target.device), context_layers=context_layers)
-    pairs = (
-        ("final states", output.hidden_BTD, found.hidden_TD),
-        ("context layers", output.context_BTC, found.context_TC),
-    )
+    pairs = (("final states", output.hidden_BTD, hidden_TD), ("context layers", output.context_BTC, context_TC))
     for what, mine_BTC, theirs_TC in pairs:
         if theirs_TC is None:
             continue
@@ -287,7 +283,7 @@ def _check_model(states: StatesOnDisk, rows: TokenRows, target: Target, context_
         far = float((theirs_TC[: len(mine_TC)].float() - mine_TC).norm() / mine_TC.norm().clamp_min(1e-12))
         if not far <= _MOST_DIFFERENT:
             raise ValueError(
-                f"{states.files[index]}: the {what} differ from those of target {target.name!r} by {far:.0%}: another "
+                f"{stored.files[index]}: the {what} differ from those of target {target.name!r} by {far:.0%}: another "
                 "model, other layers, or states that are already behind the final norm"
             )
 

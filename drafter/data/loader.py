@@ -1,11 +1,19 @@
-"""Iterables of batches for the trainer: deterministic, and resumable at the exact batch."""
+"""Iterables of batches for the trainer: deterministic, and resumable at the exact batch.
 
-from collections.abc import Iterator, Sequence
+Shapes: X rows.
+"""
+
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
-from drafter.data.batch import ChatBatch, collate, plan_epoch, plan_in_order, stack
-from drafter.data.hidden_states import StatesOnDisk
-from drafter.data.rows import TokenRows
+import torch
+from torch import Tensor
+
+from drafter.data.rows import PAD_MULTIPLE, ChatBatch, TokenRows
+
+# Rows are sorted by length within a pool, so that a batch has little padding and an epoch is still shuffled.
+_POOL_ROWS = 8192
 
 
 class TrainLoader:
@@ -17,17 +25,8 @@ class TrainLoader:
     continues where an unfinished one stopped, so that a shortened epoch skips no data.
     """
 
-    def __init__(
-        self,
-        rows: TokenRows,
-        states: StatesOnDisk | None = None,
-        *,
-        batch_tokens: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._rows, self._states = rows if states is None else states.rows, states
+    def __init__(self, rows: TokenRows, *, batch_tokens: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        self._rows = rows
         self._identity = {"fingerprint": rows.digest(), "batch_tokens": batch_tokens, "seed": seed}
         self._rank, self._world_size = rank, world_size
         self._go_to(0, 0)
@@ -48,7 +47,7 @@ class TrainLoader:
                 self._go_to(self._epoch + 1, 0)
             rows = self._plan[self._position * self._world_size + self._rank]
             self._position += 1
-            yield gather(self._rows, rows, states=self._states)
+            yield self._rows.batch(rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, and the settings that the position depends on."""
@@ -58,8 +57,8 @@ class TrainLoader:
         """Continue at a saved position; ValueError if the position belongs to other data or settings."""
         for name, value in self._identity.items():
             if state.get(name) != value:
-                is_data = name == "fingerprint"
-                what = "training data" if is_data else f"--data.{name} ({state.get(name)} then, {value} now)"
+                setting = f"--data.{name} ({state.get(name)} then, {value} now)"
+                what = "training data" if name == "fingerprint" else setting
                 raise ValueError(
                     f"the checkpoint was written with another {what}, so its position in the data means nothing here: "
                     "restore it to resume, or start a new run from the checkpoint's weights"
@@ -81,17 +80,9 @@ class ValLoader:
     than ranks.
     """
 
-    def __init__(
-        self,
-        rows: TokenRows,
-        states: StatesOnDisk | None = None,
-        *,
-        batch_tokens: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._rows, self._states = rows if states is None else states.rows, states
-        batches = plan_in_order(self._rows.length_X, batch_tokens=batch_tokens)
+    def __init__(self, rows: TokenRows, *, batch_tokens: int, rank: int = 0, world_size: int = 1) -> None:
+        self._rows = rows
+        batches = plan_in_order(rows.length_X, batch_tokens=batch_tokens)
         while len(batches) % world_size:
             place = max(range(len(batches)), key=lambda index: len(batches[index]))
             whole, half = batches[place], len(batches[place]) // 2
@@ -102,16 +93,38 @@ class ValLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ChatBatch]:
-        return (gather(self._rows, batch, states=self._states) for batch in self._batches)
+        return map(self._rows.batch, self._batches)
 
 
-def gather(rows: TokenRows, indices: Sequence[int], *, states: StatesOnDisk | None = None) -> ChatBatch:
-    """The batch of these rows, with their hidden states if a reader is given."""
-    batch = collate(rows.take(indices))
-    if states is None:
-        return batch
-    found = [states.row(index) for index in indices]
-    contexts = [state.context_TC for state in found if state.context_TC is not None]
-    return batch._replace(
-        hidden_BTD=stack([state.hidden_TD for state in found]), context_BTC=stack(contexts) if contexts else None
-    )
+def plan_epoch(length_X: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
+
+    A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
+    alone is longer), where the longest row counts with its padding. Batches come in random order.
+    """
+    # A hash of the whole key: neighbouring epochs and seeds do not share their streams.
+    digest = hashlib.blake2b(repr(("epoch", seed, epoch)).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    order_X = torch.randperm(len(length_X), generator=generator)
+    batches: list[list[int]] = []
+    for pool_X in order_X.split(_POOL_ROWS):
+        pool_X = pool_X[length_X[pool_X].argsort(stable=True)]
+        batches += _cut(pool_X.tolist(), length_X[pool_X].tolist(), batch_tokens)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def plan_in_order(length_X: Tensor, *, batch_tokens: int) -> list[list[int]]:
+    """Batches for validation: rows sorted by length, the same ones every time."""
+    order_X = length_X.argsort(stable=True)
+    return _cut(order_X.tolist(), length_X[order_X].tolist(), batch_tokens)
+
+
+def _cut(rows: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    """Cut rows of ascending length into batches under the budget."""
+    batches: list[list[int]] = [[]] if rows else []
+    for row, length in zip(rows, lengths, strict=True):
+        padded = length + -length % PAD_MULTIPLE
+        if batches[-1] and (len(batches[-1]) + 1) * padded > batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

@@ -1,6 +1,6 @@
 """ChatDataModule: files in, batches out, for Lightning."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from drafter.data.encode import RowEncoder, encode_files
-from drafter.data.hidden_states import StatesOnDisk, cache_states, index_stored_files, open_stored_states
+from drafter.data.hidden_states import cache_states, open_stored_states
 from drafter.data.loader import TrainLoader, ValLoader
 from drafter.data.reading import digest_of_rows
 from drafter.data.rows import TokenRows, split_by_prompt
@@ -30,6 +30,9 @@ class ChatDataModule(LightningDataModule):
     `datasets` reads and tokenises the files once and keeps the token rows in its cache folder (HF_DATASETS_CACHE).
     Rows with ``prompt_token_ids`` and ``token_ids`` are trained on as they are. Rows of similar length share a batch of
     at most ``batch_tokens`` tokens, padding included. The position in the data is part of the trainer's checkpoint.
+
+    Attributes:
+        rows: after :meth:`setup` the rows of ``train``, with the loss mask of the loss, and the held-out rows, ``val``.
     """
 
     def __init__(
@@ -82,18 +85,19 @@ class ChatDataModule(LightningDataModule):
             )
         if isinstance(val, float | int) and not 0 < val < 1:
             raise ValueError(f"--data.val {val} must be a share above 0 and below 1, or files to validate on")
-        self._train_names = [train] if isinstance(train, str) else list(train)
+        self._train_names = [train] if isinstance(train, str) else train
         if not self._train_names:
             raise ValueError("--data.train names no file")
-        self._val = val
+        self._val_share = val if isinstance(val, float | int) else 0.0
+        self._val_names = [val] if isinstance(val, str) else val if isinstance(val, list) else []
         self._target_name = target
         self._max_length, self._columns, self._batch_tokens = max_length, columns, batch_tokens
         self.train_on = train_on
         self._seed, self._foreign_answers = seed, foreign_answers
         self._loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self._cache_folder, self._stored_folder = cache_hidden_states, hidden_states
-        self._states: dict[str, StatesOnDisk] = {}
-        self._rows: dict[str, TokenRows] = {}
+        self.rows: dict[str, TokenRows] = {}
+        self._with_states: Mapping[str, TokenRows] = {}
         self._loader: TrainLoader | None = None
         self._position: dict[str, Any] | None = None
 
@@ -115,15 +119,31 @@ class ChatDataModule(LightningDataModule):
         return {"files": described, **numbers}
 
     def prepare_data(self) -> None:
-        """Tokenise the files, in one process only."""
-        self.read_rows()
+        """Read the rows in one process; the others find them in the cache of `datasets`."""
+        self.setup()
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the token rows."""
-        self.read_rows()
+        """Read the rows, unless they are read."""
+        if self.rows:
+            return
+        train = self._read(self._train_names, "train")
+        if self._val_names:
+            val = self._read(self._val_names, "val")
+        else:
+            train, val = split_by_prompt(train, self._val_share)
+        self.rows = {"train": replace(train, everything=self.train_on == "everything"), "val": val}
+
+    def _read(self, names: list[str], what: str) -> TokenRows:
+        name = self._target_name
+        vocab_size = vocab_size_of(name, **self._loading)
+        encoder = RowEncoder(self.tokenizer, name, self._max_length, self._columns, vocab_size)
+        rows, report = encode_files(names, encoder)
+        for line in report:
+            rank_zero_info(f"{what}: {line}")
+        return rows
 
     def train_dataloader(self) -> TrainLoader:
-        self._loader = TrainLoader(self.rows["train"], self._states.get("train"), seed=self._seed, **self._batching())
+        self._loader = TrainLoader(self._source("train"), seed=self._seed, **self._batching())
         if self._position is not None:
             self._loader.load_state_dict(self._position)
         return self._loader
@@ -137,7 +157,10 @@ class ChatDataModule(LightningDataModule):
         self._position = state_dict
 
     def val_dataloader(self) -> ValLoader:
-        return ValLoader(self.rows["val"], self._states.get("val"), **self._batching())
+        return ValLoader(self._source("val"), **self._batching())
+
+    def _source(self, part: str) -> TokenRows:
+        return self._with_states.get(part, self.rows[part])
 
     def cache_states(self, target: Target, *, draft_length: int, context_layers: Sequence[int] = ()) -> None:
         """Fill the hidden-state cache, if ``cache_hidden_states`` names a folder, or open the files of
@@ -152,13 +175,11 @@ class ChatDataModule(LightningDataModule):
         self._check_writer(target)
         shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
         if self._stored_folder is not None:
-            longest = max(int(rows.length_X.max()) for rows in self.rows.values())
-            files = index_stored_files(self._stored_folder, target, context_layers=context_layers, longest=longest)
-            self._states = {part: open_stored_states(files, rows, target, **shape) for part, rows in self.rows.items()}
+            self._with_states = open_stored_states(self._stored_folder, self.rows, target, **shape)
         elif self._cache_folder is not None:
             shape["batch_tokens"] = self._batch_tokens
             folder = self._cache_folder
-            self._states = {part: cache_states(folder, rows, target, **shape) for part, rows in self.rows.items()}
+            self._with_states = {part: cache_states(folder, rows, target, **shape) for part, rows in self.rows.items()}
 
     def _check_writer(self, target: Target) -> None:
         """Refuse files of another target's answers, as the settings file beside them says, unless ``foreign_answers``.
@@ -166,8 +187,7 @@ class ChatDataModule(LightningDataModule):
         Raises:
             ValueError: names file and flag.
         """
-        named = self._val if isinstance(self._val, list) else [self._val] if isinstance(self._val, str) else []
-        for name in [] if self._foreign_answers else [*self._train_names, *named]:
+        for name in [] if self._foreign_answers else [*self._train_names, *self._val_names]:
             settings = Path(f"{name}.settings.json")
             written = read_json_object(settings).get("target_fingerprint") if settings.is_file() else None
             if written is not None and not same_fingerprint(str(written), target.fingerprint):
@@ -201,30 +221,3 @@ class ChatDataModule(LightningDataModule):
         """Size of the batches, and the share of this process."""
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return {"batch_tokens": self._batch_tokens, "rank": rank, "world_size": world_size}
-
-    @property
-    def rows(self) -> dict[str, TokenRows]:
-        """The rows of ``train``, with the loss mask of the loss, and the held-out rows, ``val``."""
-        return self.read_rows()
-
-    def read_rows(self) -> dict[str, TokenRows]:
-        """:attr:`rows`, which the first call reads."""
-        if self._rows:
-            return self._rows
-        train = self._read(self._train_names, "train")
-        if isinstance(self._val, str | list):
-            val = self._read([self._val] if isinstance(self._val, str) else self._val, "val")
-        else:
-            kept, held_out = split_by_prompt(train, self._val)
-            train, val = train.select(kept), train.select(held_out)
-        self._rows = {"train": replace(train, everything=self.train_on == "everything"), "val": val}
-        return self._rows
-
-    def _read(self, names: list[str], what: str) -> TokenRows:
-        name = self._target_name
-        vocab_size = vocab_size_of(name, **self._loading)
-        encoder = RowEncoder(self.tokenizer, name, self._max_length, self._columns, vocab_size)
-        rows, report = encode_files(names, encoder)
-        for line in report:
-            rank_zero_info(f"{what}: {line}")
-        return rows

@@ -1,6 +1,6 @@
-"""Tokenised rows: an Arrow table of `datasets` with token ids and loss masks, mapped into memory.
+"""Tokenised rows and their batches: an Arrow table of `datasets` with token ids and loss masks, mapped into memory.
 
-Shapes: X rows · T tokens of one row · V vocabulary.
+Shapes: X rows · B rows of a batch · T tokens of the longest row · V vocabulary · D target hidden size · C context size.
 """
 
 import hashlib
@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+PAD_MULTIPLE = 8  # batches have few different widths
 _BATCH_ROWS = 1000  # rows in memory at once where all rows are read
 _MAX_TEXT_PROMPT = 32
 
@@ -21,6 +23,41 @@ class TokenRow(NamedTuple):
 
     token_T: Tensor
     loss_mask_T: Tensor
+
+
+class ChatBatch(NamedTuple):
+    """Rows padded on the right with token 0.
+
+    Attributes:
+        token_BT: int64.
+        loss_mask_BT: bool, True where the token at this position is trained on (an answer's token, never padding).
+        hidden_BTD: the target's final hidden states of these tokens, when they come from a cache; None otherwise.
+        context_BTC: context of the drafter, if a cache holds a context other than ``hidden_BTD``.
+    """
+
+    token_BT: Tensor
+    loss_mask_BT: Tensor
+    hidden_BTD: Tensor | None = None
+    context_BTC: Tensor | None = None
+
+
+def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> ChatBatch:
+    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``PAD_MULTIPLE``.
+
+    >>> batch = collate([(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
+    ...                  (torch.tensor([8]), torch.tensor([True]))])
+    >>> batch.token_BT.tolist()
+    [[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]]
+    """
+    tokens, masks = zip(*rows, strict=True)
+    return ChatBatch(stack(tokens), stack(masks))
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [T_row, ...] as one tensor [B, T, ...], zeros on the right."""
+    stacked_BT = pad_sequence(list(parts), batch_first=True)
+    missing = -stacked_BT.shape[1] % PAD_MULTIPLE
+    return torch.nn.functional.pad(stacked_BT, (0, 0) * (stacked_BT.ndim - 2) + (0, missing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +96,18 @@ class TokenRows:
         """These rows, in this order."""
         found = self._tensors[list(rows)]
         starts = [0] * len(rows) if self.start_X is None else self.start_X[list(rows)].tolist()
-        parts = zip(found["token_ids"], found["loss_mask"], starts, strict=True)
+        tokens, masks = found["token_ids"], found["loss_mask"]
         if self.everything:
-            return [TokenRow(token_T[start:], torch.arange(start, len(token_T)) > 0) for token_T, _, start in parts]
-        return [TokenRow(token_T[start:], loss_mask_T[start:]) for token_T, loss_mask_T, start in parts]
+            masks = [torch.arange(len(token_T)) > 0 for token_T in tokens]
+        return [TokenRow(token_T[i:], mask_T[i:]) for token_T, mask_T, i in zip(tokens, masks, starts, strict=True)]
 
     def row(self, index: int) -> TokenRow:
         """One row."""
         return self.take([index])[0]
+
+    def batch(self, rows: Sequence[int]) -> ChatBatch:
+        """The batch of these rows."""
+        return collate(self.take(rows))
 
     def prompt_ids(self, index: int) -> list[int]:
         """The tokens of a row before the first one that is trained on.
@@ -104,7 +145,7 @@ class TokenRows:
         return self.dataset.select_columns(["token_ids", "loss_mask"]).with_format("torch")
 
 
-def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]]:
+def split_by_prompt(rows: TokenRows, share: float) -> tuple[TokenRows, TokenRows]:
     """Rows to train on and held-out rows; all answers to a prompt are on the same side.
 
     The hash of a prompt's tokens decides its side, so the split does not depend on the order of rows or files. At least
@@ -113,8 +154,7 @@ def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]
     Raises:
         ValueError: fewer than two different prompts.
     """
-    prompts = (repr(rows.prompt_ids(index)).encode() for index in range(len(rows)))
-    digests = [hashlib.blake2b(prompt, digest_size=8).digest() for prompt in prompts]
+    digests = [prompt_digest(rows.prompt_ids(index)) for index in range(len(rows))]
     unique = sorted(set(digests))
     if len(unique) < 2:
         raise ValueError("the training data hold one prompt, so no prompt can be held out: give --data.val files")
@@ -122,4 +162,9 @@ def split_by_prompt(rows: TokenRows, share: float) -> tuple[list[int], list[int]
     held_out = set(unique[:num_held_out])
     train = [index for index, digest in enumerate(digests) if digest not in held_out]
     val = [index for index, digest in enumerate(digests) if digest in held_out]
-    return train, sorted(val, key=lambda index: digests[index])
+    return rows.select(train), rows.select(sorted(val, key=lambda index: digests[index]))
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """A hash that decides whether the answers to a prompt are held out."""
+    return hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=8).digest()

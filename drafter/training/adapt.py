@@ -5,7 +5,6 @@ checkpoints. The same call goes on where an earlier one was stopped; the folder 
 """
 
 import contextlib
-import functools
 import gc
 import hashlib
 import json
@@ -16,12 +15,13 @@ import statistics
 import sys
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from drafter.data.rows import prompt_digest
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.integrations.export import check_export, export
 from drafter.models.drafter import RecurrentDrafter
@@ -42,7 +42,6 @@ _BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
 _STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
 _SPEED_TOKENS = 2048
 _ROWS, _MADE = "rows.json", "drafter"  # of the hidden folder: facts about the frozen rows; the trained drafter
-_MODES = {"drafter alone": False, "with copies": True}
 
 
 class Figure(NamedTuple):
@@ -77,26 +76,31 @@ def adapt(
     """
     out, drafter = options.out, Path(options.drafter)
     check_export(out)
-    load = functools.cache(load_target)
     key = [repr(options), _digest(drafter)]
     with _work_folder(out, key) as work:
         checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
-        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load(), work, options)))
-        before = _kept(work / "before.json", lambda: _measured(load(), load_drafter(str(drafter), load()), prompts))
+        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load_target(), work, options)))
+
+        def measured() -> dict[str, Figure]:
+            target = load_target()
+            before, after = (
+                count_steps(target, load_drafter(str(folder), target), prompts, _NUM_TOKENS)
+                for folder in (drafter, made)
+            )
+            return {name: compared(before[name], after[name]) for name in before}
+
         if not made.exists():
-            load.cache_clear()
             gc.collect()  # a target and what hangs on it refer to each other
             train(_recipe(options, work, longest))
             export(checkpoint, made)
-            gc.collect()  # the trainer's target
-        after = _kept(work / "after.json", lambda: _measured(load(), load_drafter(str(made), load()), prompts))
-        figures = {name: compared(before[name], after[name]) for name in before}
+            gc.collect()
+        figures = {name: Figure(*numbers) for name, numbers in _kept(work / "figures.json", measured).items()}
         print(table(figures, {name: len(found) for name, found in prompts.items()}))
         has_gained = figures["traffic, with copies"].has_gained
         if has_gained:
-            measured = {name: figure._asdict() for name, figure in figures.items()}
             facts = {"from": str(drafter), "answers": num_answers, "minutes": options.minutes}
-            export(checkpoint, out, facts={"adapted": facts | {"tokens_per_step": measured}})
+            facts["tokens_per_step"] = {name: figure._asdict() for name, figure in figures.items()}
+            export(checkpoint, out, facts={"adapted": facts})
     return has_gained
 
 
@@ -106,8 +110,8 @@ def split(rows: Iterable[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow
     kept: list[TrafficRow] = []
     held_out: list[TrafficRow] = []
     for row in rows:
-        digest = hashlib.blake2b(repr(list(row.prompt_token_ids)).encode(), digest_size=8).digest()
-        (held_out if int.from_bytes(digest, "little") % _HELD_OUT_SHARE == 0 else kept).append(row)
+        number = int.from_bytes(prompt_digest(row.prompt_token_ids), "little")
+        (kept if number % _HELD_OUT_SHARE else held_out).append(row)
     return kept, held_out
 
 
@@ -144,19 +148,6 @@ def prompts_of(rows: Sequence[TrafficRow], num: int) -> list[list[int]]:
     found = sorted({tuple(row.prompt_token_ids) for row in rows})
     random.Random(0).shuffle(found)
     return [list(prompt) for prompt in found[:num]]
-
-
-def _measured(
-    target: Target, drafter: RecurrentDrafter, prompts: dict[str, list[list[int]]]
-) -> dict[str, list[tuple[int, int]]]:
-    """(tokens, steps) of each prompt, decoded greedily in each mode with a tree of 8 nodes: "set, mode" -> counts."""
-    return {
-        f"{name}, {mode}": count_steps(
-            target, drafter, found, copying=copying, num_tokens=_NUM_TOKENS, label=f"measuring {name}, {mode}"
-        )
-        for name, found in prompts.items() if found
-        for mode, copying in _MODES.items()
-    }  # fmt: skip
 
 
 def affordable(
@@ -200,25 +191,35 @@ def _recipe(options: AdaptOptions, work: Path, longest: int) -> dict[str, Any]:
     """
     length = min(max(longest, _BATCH_TOKENS), _MAX_LENGTH)
     config = RecurrentDrafter.from_pretrained(options.drafter).config
-    shape = {name: getattr(config, name) for name in asdict(DrafterOptions())}
     rates = [1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length][: config.draft_length]
-    model = {
-        **{name: getattr(options, name) for name in ("target", "revision", "trust_remote_code")},
-        "target_dtype": "bfloat16",
-        "init_from": options.drafter,
-        "drafter": shape,
-        "objective": {"depth_rates": rates, "shared_tokens": 2048 if config.head == "tied" else 0},
-        "optim": {"lr": _LR, "warmup_steps": 10, "decay_share": 1.0, "minutes": options.minutes},
+    return {
+        "model": {
+            "target": options.target,
+            "revision": options.revision,
+            "trust_remote_code": options.trust_remote_code,
+            "target_dtype": "bfloat16",
+            "init_from": options.drafter,
+            "drafter": {item.name: getattr(config, item.name) for item in fields(DrafterOptions)},
+            "objective": {"depth_rates": rates, "shared_tokens": 2048 if config.head == "tied" else 0},
+            "optim": {"lr": _LR, "warmup_steps": 10, "decay_share": 1.0, "minutes": options.minutes},
+        },
+        "data": {
+            "train": str(work / "train.jsonl"),
+            "val": str(work / "val.jsonl"),
+            "max_length": length,
+            "batch_tokens": length,
+            "cache_hidden_states": str(work / "states"),
+        },
+        "trainer": {
+            "max_epochs": _EPOCHS,
+            "precision": "bf16-mixed",
+            "gradient_clip_val": 1.0,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": str(work),
+            **options.trainer,
+        },
+        "ckpt_path": "last",
     }
-    data = {
-        **{"train": str(work / "train.jsonl"), "val": str(work / "val.jsonl"), "max_length": length},
-        **{"batch_tokens": length, "cache_hidden_states": str(work / "states")},
-    }
-    trainer = {
-        **{"max_epochs": _EPOCHS, "precision": "bf16-mixed", "gradient_clip_val": 1.0, "num_sanity_val_steps": 0},
-        **{"default_root_dir": str(work), **options.trainer},
-    }
-    return {"model": model, "data": data, "trainer": trainer, "ckpt_path": "last"}
 
 
 def _digest(drafter: Path) -> str:

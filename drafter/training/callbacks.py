@@ -3,8 +3,9 @@
 import copy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,25 @@ from drafter.targets.target import Target
 from drafter.utils.io import replacing
 
 _MEASURED_TOGETHER = 8  # prompts
+_MODES = {"drafter alone": False, "with copies": True}
 
 
 def count_steps(
-    target: Target, drafter: RecurrentDrafter, prompts: Sequence[Prompt], *, copying: bool, num_tokens: int, label: str
-) -> list[tuple[int, int]]:
-    """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes, under a
-    progress bar."""
-    config = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8, copying=copying)
-    engine = Engine(target, drafter, config)
-    params, found = SamplingParams(max_new_tokens=num_tokens), []
-    for start in tqdm(range(0, len(prompts), _MEASURED_TOGETHER), desc=label):
-        answers = engine.generate(prompts[start : start + _MEASURED_TOGETHER], params)
-        found += [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
+    target: Target, drafter: RecurrentDrafter, prompts: Mapping[str, Sequence[Prompt]], num_tokens: int
+) -> dict[str, list[tuple[int, int]]]:
+    """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes.
+
+    Each set of prompts is decoded in both modes, under progress bars: "set, mode" -> counts. Empty sets are left out.
+    """
+    tree = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8)
+    params = SamplingParams(max_new_tokens=num_tokens)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for (name, own), (mode, copying) in product(prompts.items(), _MODES.items()):
+        engine = Engine(target, drafter, replace(tree, copying=copying))
+        for start in tqdm(range(0, len(own), _MEASURED_TOGETHER), desc=f"measuring {name}, {mode}"):
+            answers = engine.generate(own[start : start + _MEASURED_TOGETHER], params)
+            counts = [(len(answer.token_ids), answer.num_target_forwards) for answer in answers]
+            found.setdefault(f"{name}, {mode}", []).extend(counts)
     return found
 
 
@@ -62,9 +69,10 @@ class TokensPerStep(Callback):
             return
         target, length = module.teacher.target, module.drafter.config.draft_length
         drafter = copy.deepcopy(module.drafter).to(target.device, target.dtype).eval()  # the original goes on training
-        tree = EngineConfig(beam_width=8, draft_length=length, tree_size=24)
-        # Not compiled, because the same layers run in training.
-        config = replace(tree, max_num_seqs=self._num_prompts, compile=False)
+        config = EngineConfig(
+            beam_width=8, draft_length=length, tree_size=24, max_num_seqs=self._num_prompts,
+            compile=False,  # the same layers run in training
+        )  # fmt: skip
         with torch.autocast(target.device.type, enabled=False):
             prompts = module.data.val_prompts(self._num_prompts)
             answers = Engine(target, drafter, config).generate(prompts, self._params)

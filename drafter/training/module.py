@@ -6,6 +6,8 @@ F feature size of the head.
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.data.batch import ChatBatch
 from drafter.data.module import ChatDataModule
+from drafter.data.rows import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
@@ -115,10 +117,11 @@ class DrafterModule(LightningModule):
         self.options, self.objective, self.optim_options = drafter, objective, optim
         self.data = data
         self._init_from, self._is_sharded = init_from, shard_target
-        self._target_options: dict[str, Any] = {
-            "name": target, "dtype": target_dtype, "quantization": quantization, "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }  # fmt: skip
+        # Who has a target already puts it in the place of this function.
+        self.load_target: Callable[..., Target] = partial(
+            load_target, target, runtime="torch", is_trainable=True, dtype=target_dtype, quantization=quantization,
+            revision=revision, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         self._rates = objective.rates(drafter.draft_length)
         self._seed = torch.initial_seed()
         self.num_positions = 0
@@ -130,23 +133,18 @@ class DrafterModule(LightningModule):
 
     def configure_model(self) -> None:
         """Load the target, choose the draft vocabulary, measure the scales, make the drafter."""
-        # Lightning makes the accelerator the default device, also of tensors that belong to the host.
-        with torch.device("cpu"):
-            if not hasattr(self, "drafter"):
+        if not hasattr(self, "drafter"):
+            # Lightning makes the accelerator the default device, also of tensors that belong to the host.
+            with torch.device("cpu"):
                 self._configure()
-
-    def load_target(self) -> Target:
-        """The target on this process's device. Who has one already overrides the method."""
-        num_shards = self.trainer.num_devices if self._is_sharded else 1
-        device, options = str(self.trainer.strategy.root_device), self._target_options
-        return load_target(**options, runtime="torch", is_trainable=True, device=device, num_shards=num_shards)
 
     def _configure(self) -> None:
         precision = str(self.trainer.precision)
         if precision.startswith("16"):
             # Its scaled gradients overflow now and then, which here is the end of a run.
             raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        target = self.load_target()
+        num_shards = self.trainer.num_devices if self._is_sharded else 1
+        target = self.load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
         drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
         self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -163,14 +161,10 @@ class DrafterModule(LightningModule):
         if self.trainer.is_global_zero:
             # Not self.print, which needs a progress bar; there is none yet.
             print("\n".join([*notes, *summary_lines(self.drafter)]), flush=True)
-        self._cache_states()
-
-    def _cache_states(self) -> None:
-        """Fill the data module's cache of hidden states, if there is one. The first process writes; the others read."""
         layers = tuple(self.drafter.config.context_layers)
-        for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):
+        for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):  # the first writes, others read
             if is_turn:
-                self.data.cache_states(self.teacher.target, draft_length=len(self._rates), context_layers=layers)
+                self.data.cache_states(target, draft_length=len(self._rates), context_layers=layers)
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
@@ -193,14 +187,16 @@ class DrafterModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the fields that export reads, as plain data: the drafter's config, the trained positions, the metrics."""
         self._expect_finite()
-        checkpoint["drafter_config"] = self.drafter.config.to_dict()
-        checkpoint["num_positions"] = self.num_positions
-        checkpoint["seconds"] = self._seconds()
-        checkpoint["num_processes"] = self.trainer.world_size
-        checkpoint["data"] = self.data.summary
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        checkpoint["metrics"] = {
-            name: value for name, value in metrics.items() if name.startswith("val/") and math.isfinite(value)
+        checkpoint |= {
+            "drafter_config": self.drafter.config.to_dict(),
+            "num_positions": self.num_positions,
+            "seconds": self._seconds(),
+            "num_processes": self.trainer.world_size,
+            "data": self.data.summary,
+            "metrics": {
+                key: value for key, value in metrics.items() if key.startswith("val/") and math.isfinite(value)
+            },
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -226,11 +222,6 @@ class DrafterModule(LightningModule):
             )
 
     # -- one batch -------------------------------------------------------------------------------------------------
-
-    def select(self, batch: ChatBatch, rates: tuple[float, ...]) -> PairedBatch:
-        """The batch with its pairs; ``rates`` as in :func:`drafter.training.pairs.select_pairs`."""
-        pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
-        return PairedBatch(batch, pairs)
 
     def inputs(self, paired: PairedBatch) -> tuple[Tensor, Tensor]:
         """Target forward and drafter: features of each pair [P, F], which the output rows turn into logits, and the
@@ -284,7 +275,9 @@ class DrafterModule(LightningModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PairedBatch:
         """Choose the pairs while the batch is on the CPU. Validation trains nothing and looks at every pair."""
-        paired = self.select(batch, self._rates if self.trainer.training else (1.0,) * len(self._rates))
+        rates = self._rates if self.trainer.training else (1.0,) * len(self._rates)
+        pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
+        paired = PairedBatch(batch, pairs)
         if self.teacher.target.device.type != "cuda":
             return paired
         # The host waits for a copy to the device unless the copy begins in pinned memory.
@@ -308,10 +301,10 @@ class DrafterModule(LightningModule):
         for the device, but before the changed weights are saved."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         self._expect_finite()
-        self._norm = self.trainer.global_step, norm.to("cpu", non_blocking=True), None
-        if norm.is_cuda:
-            self._norm = (*self._norm[:2], torch.cuda.current_stream().record_event())
-        else:
+        host_norm = norm.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+        self._norm = self.trainer.global_step, host_norm, copied
+        if copied is None:
             self._expect_finite()
         self.log("train/grad_norm", norm)
 

@@ -149,7 +149,7 @@ class AdaptOptions(Options):
         drafter: folder of the drafter to begin with, or name of a drafter that comes with the package
         traffic: folder or file of recorded answers
         out: folder of the new drafter; an earlier drafter in it is replaced
-        minutes: time of the training; decoding before and after it comes on top
+        minutes: time of the training; decoding with both drafters comes on top
         general: rows of other answers to mix in against forgetting (default: those of the package for its own target)
         threads: threads of the processor (default: all), to leave some to a server
         device: device of the decoding: auto, cpu, cuda or cuda:1

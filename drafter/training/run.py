@@ -235,10 +235,11 @@ def _be_quiet() -> None:
 
 def _resume_path(ckpt_path: str | None, last: Path) -> str | None:
     """``last`` becomes the path of the last checkpoint (None if there is none yet); other names must exist."""
-    if ckpt_path == "last" and not last.is_file():
-        print(f"no checkpoint in {last.parent} yet: starting from the beginning", file=sys.stderr)
-        return None
+    if ckpt_path == "last":
+        if not last.is_file():
+            print(f"no checkpoint in {last.parent} yet: starting from the beginning", file=sys.stderr)
+            return None
+        ckpt_path = str(last)
     if ckpt_path is not None:
-        ckpt_path = str(last) if ckpt_path == "last" else ckpt_path
         read_trained(ckpt_path)  # before anything is loaded
     return ckpt_path

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import drafter.proposers.beam as beam_module
-from drafter.data.batch import collate
+from drafter.data.rows import collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
 from drafter.engine.engine import Engine

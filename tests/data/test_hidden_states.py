@@ -11,13 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.data.hidden_states import (
-    StatesOnDisk,
-    cache_states,
-    crop_to_answers,
-    index_stored_files,
-    open_stored_states,
-)
+from drafter.data.hidden_states import RowsWithStates, cache_states, first_kept, open_stored_states
 from drafter.data.rows import TokenRows
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
@@ -44,13 +38,12 @@ def rows_of(num_rows: int = 7) -> TokenRows:
     return token_rows(rows)
 
 
-def cached(folder: Path, rows: TokenRows, target: Target, **options) -> StatesOnDisk:
+def cached(folder: Path, rows: TokenRows, target: Target, **options) -> RowsWithStates:
     return cache_states(folder, rows, target, **{"margin": MARGIN, "batch_tokens": 20, **options})
 
 
-def stored(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> StatesOnDisk:
-    files = index_stored_files(folder, target, context_layers=context_layers, longest=int(rows.length_X.max()))
-    return open_stored_states(files, rows, target, margin=MARGIN, context_layers=context_layers)
+def stored(folder: Path, rows: TokenRows, target: Target, context_layers=()) -> RowsWithStates:
+    return open_stored_states(folder, {"train": rows}, target, margin=MARGIN, context_layers=context_layers)["train"]
 
 
 @pytest.mark.parametrize(
@@ -65,19 +58,18 @@ def test_states_are_those_of_a_forward(
     if write is not None:
         write(tmp_path, rows, target, layers)
     states = (stored if write else cached)(tmp_path, rows, target, context_layers=layers)
-    crop = crop_to_answers(rows, MARGIN)
     for row in range(len(rows)):
         token_T, loss_mask_T = rows.row(row)
         output = target.forward(token_T[None], context_layers=layers)
-        found = states.row(row)
-        used = slice(int(crop.start_X[row]), int(loss_mask_T.nonzero()[-1]))  # what stands behind predicts nothing
+        hidden_TD, context_TC = states.states(row)
+        used = slice(int(states.start_X[row]), int(loss_mask_T.nonzero()[-1]))  # what stands behind predicts nothing
         num_used = used.stop - used.start
-        assert len(found.hidden_TD) == int(crop.length_X[row]) and found.hidden_TD.dtype == torch.float32
+        assert len(hidden_TD) == int(states.length_X[row]) and hidden_TD.dtype == torch.float32
         close = {"rtol": tolerance, "atol": tolerance}
-        torch.testing.assert_close(found.hidden_TD[:num_used], output.hidden_BTD[0, used], **close)
-        assert (found.context_TC is None) == (not layers)
+        torch.testing.assert_close(hidden_TD[:num_used], output.hidden_BTD[0, used], **close)
+        assert (context_TC is None) == (not layers)
         if layers:
-            torch.testing.assert_close(found.context_TC[:num_used], output.context_BTC[0, used], **close)
+            torch.testing.assert_close(context_TC[:num_used], output.context_BTC[0, used], **close)
 
 
 def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +82,11 @@ def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkey
     assert sum(calls) == 7
     first.files[4].write_bytes(first.files[4].read_bytes()[:20])
     with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
-        first.row(4)
+        first.states(4)
     first.files[4].unlink()
     again = cached(folder, rows, target)
     assert sum(calls) == 8
-    assert all(torch.equal(first.row(row).hidden_TD, again.row(row).hidden_TD) for row in range(7))
+    assert all(torch.equal(first.states(row)[0], again.states(row)[0]) for row in range(7))
     for number, options in enumerate(({"margin": 1}, {"context_layers": (1,)}, {"context_layers": (1, 2)}), start=1):
         cached(folder, rows, target, **options)
         assert sum(calls) == 8 + 7 * number
@@ -106,7 +98,7 @@ def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkey
 def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    num_positions = int(crop_to_answers(rows_of(), MARGIN).length_X.sum())
+    num_positions = int((rows_of().length_X - first_kept(rows_of(), MARGIN)).sum())
     needed = num_positions * 2 * 16 + 7 * 4096
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(OSError, match="make room, name a folder on another disk, or train without"):
@@ -125,8 +117,8 @@ def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tm
     cut = token_rows([(t[:8].tolist(), m[:8].tolist()) for t, m in rows.take(range(len(rows)))])
     states = stored(tmp_path, cut, target)
     for row in range(len(rows)):
-        found_TD = states.row(row).hidden_TD
-        torch.testing.assert_close(found_TD, whole.row(row).hidden_TD[: len(found_TD)])
+        found_TD = states.states(row)[0]
+        torch.testing.assert_close(found_TD, whole.states(row)[0][: len(found_TD)])
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPTNeoX", "OPT", "Cohere2"])
@@ -168,7 +160,7 @@ def test_wrong_folders_and_files(target: Target, tmp_path: Path) -> None:
         stored(folder, rows, target, context_layers=(0, 1))
     save_file(good | {"hidden_states": states * float("nan")}, folder / "hs_3.safetensors")
     with pytest.raises(ValueError, match="hs_3.safetensors: the hidden states hold numbers that are not finite"):
-        stored(folder, rows, target).row(3)
+        stored(folder, rows, target).states(3)
 
 
 def test_every_row_is_checked_token_by_token(target: Target, tmp_path: Path) -> None:
@@ -179,7 +171,7 @@ def test_every_row_is_checked_token_by_token(target: Target, tmp_path: Path) -> 
     token_T[6] = 5
     write_file(tmp_path / "hs_4.safetensors", states_before_norm(target, token_T, ()), token_T)
     with pytest.raises(ValueError, match="changed while it was in use: its tokens are no longer those of row 4"):
-        states.row(4)
+        states.states(4)
     message = r"1 of 7 rows have no stored states, such as row 4 .10 tokens.: another chat template"
     with pytest.raises(ValueError, match=message):
         stored(tmp_path, rows, target)

@@ -21,12 +21,17 @@ def module_of(tmp_path: Path, target: str, **options) -> ChatDataModule:
     """40 answers to 20 prompts."""
     rows = [{"messages": chat(f"question {i % 20}", "and " * (1 + i % 7) + str(i))} for i in range(40)]
     settings = {"val": 0.2, "max_length": 128, "batch_tokens": 140, **options}
-    return ChatDataModule(train=write_jsonl(tmp_path / "train.jsonl", rows), target=target, **settings)
+    return read(write_jsonl(tmp_path / "train.jsonl", rows), target, **settings)
+
+
+def read(train: str, target: str, **options) -> ChatDataModule:
+    data = ChatDataModule(train, target, **options)
+    data.setup()
+    return data
 
 
 def test_held_out_prompts_keep_all_their_answers(tmp_path: Path, target: str) -> None:
     data = module_of(tmp_path, target)
-    data.setup()
     asked = [{tuple(s.prompt_ids(row)) for row in range(len(s))} for s in (data.rows["train"], data.rows["val"])]
     assert not asked[0] & asked[1] and len(asked[1]) == 4
     assert len(data.rows["train"]) == 32 and len(data.rows["val"]) == 8
@@ -59,9 +64,9 @@ def test_ids_that_the_target_has_and_the_tokenizer_lacks(tmp_path: Path, target:
     rows = [{"prompt_token_ids": [5, 6 + i], "token_ids": [299]} for i in range(4)]
     name = write_jsonl(tmp_path / "ids.jsonl", rows)
     with pytest.raises(ValueError, match="token id 299 is outside the target's vocabulary"):
-        ChatDataModule(train=name, target=target).setup()
+        read(name, target)
     LlamaConfig(vocab_size=300).save_pretrained(target)
-    data = ChatDataModule(train=name, target=target, val=0.3)
+    data = read(name, target, val=0.3)
     assert int(data.token_counts(300)[299]) == 3
 
 
@@ -85,10 +90,10 @@ def test_bad_data(tmp_path: Path, target: str) -> None:
         with pytest.raises(ValueError, match=message):
             module_of(tmp_path, target, **options)
     with pytest.raises(ValueError, match="names no file"):
-        ChatDataModule(train=[], target=target)
+        read([], target)
     one = write_jsonl(tmp_path / "one.jsonl", [{"messages": chat("a", "b")}])
     with pytest.raises(ValueError, match="hold one prompt, so no prompt can be held out"):
-        ChatDataModule(train=one, target=target).setup()
+        read(one, target)
     (tmp_path / "target" / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="its tokenizer cannot be loaded"):
-        ChatDataModule(train=one, target=target).setup()
+        read(one, target)

@@ -100,7 +100,8 @@ def tiny_target(seed: int = 0, **changes: float):
 def encode_rows(rows: list[dict[str, Any]], tokenizer: Any = None, **settings: Any) -> list[EncodedRow]:
     """The encoded rows of a file with these rows."""
     encoder = RowEncoder(tokenizer or tiny_tokenizer(), "tiny", **settings)
-    return list(encoder.encode([RawRow(row, f"rows.jsonl, line {number}") for number, row in enumerate(rows, 1)]))
+    records = [RawRow(row, f"rows.jsonl, line {number}") for number, row in enumerate(rows, 1)]
+    return [encoded for record in records for encoded in encoder.encode(record)]
 
 
 def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]], *, is_cut: bool = False) -> EncodedRow:

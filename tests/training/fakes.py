@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
-from drafter.data.batch import ChatBatch, collate
+from drafter.data.rows import ChatBatch, collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
@@ -75,36 +75,23 @@ def greedy_rows(target: Target, num_rows: int = 6) -> list[list[int]]:
 
 def make_module(target: Target, **changes: Any) -> DrafterModule:
     """A module with small settings; ``drafter``, ``objective`` and ``optim`` take keyword dictionaries."""
-    drafter = {"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}
-    objective = changes.pop("objective", {})
-    optim = {"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}
     module = DrafterModule(
         changes.pop("data", None) or FakeData(greedy_rows(target), 1),
         target.name,
-        drafter=DrafterOptions(**drafter),
-        objective=Objective(**objective),
-        optim=OptimOptions(**optim),
+        drafter=DrafterOptions(**{"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}),
+        objective=Objective(**changes.pop("objective", {})),
+        optim=OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}),
         **changes,
     )
-    module.load_target = lambda: target
+    module.load_target = lambda **_: target
     return module
 
 
 def make_trainer(folder: Any, **changes: Any) -> Trainer:
     """A silent trainer on the CPU that writes nothing unless told to."""
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "gradient_clip_val": 1.0,
-        "default_root_dir": str(folder),
-        **changes,
-    }
-    return Trainer(**settings)
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "gradient_clip_val": 1.0}
+    return Trainer(**{"default_root_dir": str(folder), **silent, **settings, **changes})
 
 
 def fit(folder: Any, target: Target, num_steps: int, **changes: Any) -> DrafterModule:

@@ -165,7 +165,6 @@ def test_another_command_begins_anew_and_a_second_one_at_the_same_time_is_refuse
         assert main(words(place, tmp_path / "new")) == 2
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_measured", lambda *_: {})
     monkeypatch.setattr(module, "train", stop)
     drafter = RecurrentDrafter.from_pretrained(place / "drafter")
     mark = tmp_path / ".new.adapt" / "mark"

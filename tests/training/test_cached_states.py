@@ -27,6 +27,7 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, mo
         **{"target": save_tiny_target(tmp_path), "val": 0.4, "max_length": 64, "batch_tokens": 200},
     }
     plain = ChatDataModule(**settings)
+    plain.setup()
     both = datasets.concatenate_datasets([rows.dataset for rows in plain.rows.values()])
     write_vllm(tmp_path / "vllm", TokenRows(both), target, layers)
     monkeypatch.setattr(Teacher, "forward", lambda *_: pytest.fail("the target was run although its states are there"))

@@ -64,7 +64,7 @@ def test_against_the_loop(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_rows, width, num_depths = 1 + seed % 4, 2 + seed, 1 + seed % 5
     tokens = torch.randint(0, V, (num_rows, width), generator=generator)
-    mask = torch.rand(num_rows, width, generator=generator) < 0.6
+    mask = torch.rand(num_rows, width, generator=generator) < (0.6 if seed else 0)  # nothing to train on at first
     ids = torch.randperm(V, generator=generator)[:R].sort().values
     pairs = select_pairs(tokens, mask, draft_index_of(ids, V), (1.0,) * num_depths)
     assert valid_pairs(pairs) == sorted(list_pairs(tokens.tolist(), mask.tolist(), ids.tolist(), num_depths))
@@ -88,9 +88,3 @@ def test_rates_thin_out_depths_and_stay_nested() -> None:
     assert set(chosen) < every
     assert {(pair.start, pair.depth - 1) for pair in chosen if pair.depth} <= {(p.start, p.depth) for p in chosen}
     assert valid_pairs(select(0)) == chosen != valid_pairs(select(1))
-
-
-def test_nothing_to_train_on() -> None:
-    tokens = torch.zeros(2, 5, dtype=torch.int64)
-    pairs = select_pairs(tokens, torch.zeros_like(tokens, dtype=torch.bool), torch.arange(V), (1.0, 1.0))
-    assert pairs.num_starts == (0, 0) and len(pairs.teacher_P) == 0

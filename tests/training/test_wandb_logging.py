@@ -1,6 +1,5 @@
 """``drafter train --wandb`` without a key: the run's file, read back."""
 
-import csv
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from drafter.training import run
 from drafter.training.run import train
-from tests.training.test_run import place, words
+from tests.training.test_run import TOKENS_PER_STEP, place, words
+from tests.training.test_run import logged as csv_of
 
 __all__ = ["place"]
-
-CALLBACK = (
-    *("--trainer.callbacks", "drafter.training.callbacks.TokensPerStep", "--trainer.callbacks.max_new_tokens", "6"),
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,29 +44,28 @@ def run_files(folder: Path) -> list[Path]:
 def logged(place: Path, no_key: pytest.MonkeyPatch) -> Path:
     """A run of eight steps, logged offline, then continued for four more."""
     folder = place / "wandb-run"
-    train(words(place, folder, *CALLBACK, "--wandb", "tests"))
+    train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests"))
     more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
-    train(words(place, folder, *CALLBACK, "--wandb", "tests", *more))
+    train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests", *more))
     return folder
 
 
 def test_metrics_and_config_are_in_the_file(logged: Path) -> None:
     names = ("train/loss", "train/lr", "train/positions_per_s", "val/loss", "val/top8_d2", "val/tokens_per_step")
     assert_holds(run_files(logged)[0], *names, "val/accepted_d3", "max_length", "versions")
-    rows = csv.DictReader((logged / "logs" / "version_0" / "metrics.csv").read_text().splitlines())
-    found = [row for row in rows if row["val/tokens_per_step"]]
+    tokens, *accepted = (
+        csv_of(logged, f"val/{name}") for name in ("tokens_per_step", *(f"accepted_d{d}" for d in (1, 2, 3)))
+    )
+    assert [step for step, _ in tokens] == [3, 7, 11]
     # An answer's last step may end with an accepted draft token, so the target's own token is not always there.
-    for row in found:
-        assert 1 <= float(row["val/tokens_per_step"]) <= 1 + sum(float(row[f"val/accepted_d{d}"]) for d in (1, 2, 3))
-    assert len(found) == 2
+    for (_, rate), *shares in zip(tokens, *accepted, strict=True):
+        assert 1 <= rate <= 1 + sum(share for _, share in shares)
 
 
 def test_a_resumed_training_goes_on_in_the_last_run(logged: Path) -> None:
     first, second = run_files(logged)
     assert first.name == second.name
-    rows = csv.DictReader((logged / "logs" / "version_1" / "metrics.csv").read_text().splitlines())
-    steps = [int(row["step"]) for row in rows]
-    assert min(steps) >= 8 and max(steps) == 11, "the last of twelve steps, as in a run without a stop"
+    assert [step for step, _ in csv_of(logged, "train/loss")] == [1, 3, 5, 7, 9, 11], "as in a run without a stop"
 
 
 def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from drafter.data.batch import collate
+from drafter.data.rows import collate
 from drafter.training.module import DrafterModule, Teacher
 from drafter.training.options import DrafterOptions, Objective
 from drafter.training.pairs import draft_index_of

@@ -258,7 +258,7 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
             sizes = {"max_length": 64, "batch_tokens": 200}
             data = ChatDataModule(file, place, val=0.25, hidden_states=source, **sizes)
             torch.manual_seed(3)
-            module, losses[source] = make_module(target, drafter=drafter), Losses()
+            module, losses[source] = make_module(target, data=data, drafter=drafter), Losses()
             trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[losses[source]])
             trainer.fit(module, datamodule=data)
         own, stored = losses[None].seen, losses[str(states)].seen

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.data.batch import plan_epoch, plan_in_order
-from drafter.data.loader import TrainLoader, ValLoader, gather
+from drafter.data.loader import TrainLoader, ValLoader, plan_epoch, plan_in_order
 from drafter.data.rows import TokenRows
 from tests.data.tiny import token_rows
 
@@ -40,10 +39,10 @@ def test_an_epoch_holds_every_row_once_under_the_budget(lengths: list[int], batc
     length_X, all_rows = torch.tensor(lengths), rows_with(lengths)
     plan = plan_epoch(length_X, batch_tokens=batch_tokens, **options)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
-    padded = [gather(all_rows, rows).token_BT for rows in plan]
+    padded = [all_rows.batch(rows).token_BT for rows in plan]
     assert max(token_BT.numel() for token_BT in padded) <= batch_tokens
     assert {token_BT.shape[1] % 8 for token_BT in padded} == {0}
-    batch = gather(all_rows, plan[0])
+    batch = all_rows.batch(plan[0])
     in_row_BT = torch.arange(batch.token_BT.shape[1])[None] < length_X[plan[0]][:, None]
     assert batch.token_BT.dtype == torch.int64 and torch.equal(batch.token_BT > 0, in_row_BT)
     in_row_BT[:, 0] = False
