@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafter.utils.validate import Checked, seed_field, within
+from drafter.utils.validate import SEED, Checked, within
 
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 
@@ -25,13 +25,13 @@ class SamplingParams(Checked):
         ignore_eos: generate on after the target's own stop tokens
     """
 
-    are_flags: ClassVar[bool] = False
+    prefix: ClassVar[str] = ""  # arguments of Python
     max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0, mend="0 is greedy")
     top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
     top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
     min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
-    seed: int = seed_field()
+    seed: int = within(0, **SEED)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = within((), low=0)
     ignore_eos: bool = False

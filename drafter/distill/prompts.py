@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter.decoding.params import SamplingParams
-from drafter.utils.validate import Checked, seed_field, within
+from drafter.utils.validate import SEED, Checked, within
 
 if TYPE_CHECKING:
     from drafter.data.formats import Row
@@ -113,7 +113,7 @@ class AnswerSettings(Checked):
     top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
     min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
     num_answers: int = within(1, low=1)
-    seed: int = seed_field()
+    seed: int = within(0, **SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()

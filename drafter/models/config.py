@@ -115,7 +115,7 @@ class DrafterConfig(PreTrainedConfig):
             value, is_list = getattr(self, item.name), item.name == "context_layers"
             if is_own and (isinstance(value, list) or (value is None and item.default is not None)) and not is_list:
                 raise ValueError(f"drafter {item.name} is {value} but must have one value")
-        check_ranges(self, are_flags=False)
+        check_ranges(self, prefix="")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")
