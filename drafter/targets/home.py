@@ -50,7 +50,7 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None, *, is_e
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.parent / f".{folder.name}.lock"
     lock.touch()
-    with locked(lock, wait=True, seconds=math.inf):
+    with locked(lock, seconds=math.inf):
         recover(folder)
         if is_whole(folder, is_exact=is_exact):
             return folder
