@@ -6,12 +6,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.decoding.params import SamplingParams
-from drafter.utils.validate import SEED, Checked, within
+from drafter.decoding.params import SamplingParams, SamplingSettings
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.data.formats import Row
@@ -92,27 +92,19 @@ def select_prompts(
 
 
 @dataclass(frozen=True)
-class AnswerSettings(Checked):
-    """Sampling parameters of a run; the settings file beside the answers records all of them.
+class AnswerSettings(SamplingSettings):
+    """The answers to each prompt. The settings file beside the answers records all settings.
 
     Attributes:
-        max_new_tokens: longest answer in tokens
         temperature: 0 is greedy. The answers to a prompt use several temperatures, such as 0,0.7, in turn; the prompt's
             id decides the first
-        top_k: keep the k likeliest tokens; 0 is off
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 is off
-        min_p: keep tokens at least min_p times as likely as the likeliest token; 0 is off
         num_answers: answers to each prompt
         seed: seed of sampling; an answer's own seed is a hash of the seed, the prompt's id and the answer's number
     """
 
-    max_new_tokens: int = within(256, low=1, high=2**24)
-    temperature: tuple[float, ...] = within((0.0,), low=0.0, mend="0 is greedy")
-    top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
-    top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
-    min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
+    max_new_tokens: int = 256
+    temperature: tuple[float, ...] = (0.0,)  # type: ignore[assignment]
     num_answers: int = within(1, low=1)
-    seed: int = within(0, **SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,15 +134,15 @@ def missing_answers(
     prompts: "Iterable[Row]", settings: AnswerSettings, done: set[tuple[str, int]]
 ) -> list[WantedAnswer]:
     """The answers of ``settings`` to ``prompts`` whose keys are not in ``done``."""
-    shared = {name: getattr(settings, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
+    shared = {item.name: getattr(settings, item.name) for item in fields(SamplingSettings)}
     found = []
     for prompt, number in itertools.product(prompts, range(settings.num_answers)):
         if (prompt.id, number) not in done:
             # The first temperature depends on the prompt, so single answers use all temperatures too.
             place = derive_seed("temperature", prompt.id) + number
             temperature = settings.temperature[place % len(settings.temperature)]
-            seed = derive_seed(settings.seed, prompt.id, number)
-            found.append(WantedAnswer(prompt, number, SamplingParams(temperature=temperature, seed=seed, **shared)))
+            own = {"temperature": temperature, "seed": derive_seed(settings.seed, prompt.id, number)}
+            found.append(WantedAnswer(prompt, number, SamplingParams(**shared | own)))
     return found
 
 
