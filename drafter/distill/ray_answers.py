@@ -44,7 +44,7 @@ class RayAnswerer:
     """Answers by engines on a Ray cluster.
 
     Attributes:
-        make: makes a worker's engine, on the worker's machine.
+        make: makes a worker's engine, on the worker's machine, where target and drafter must exist.
         options: cluster and resources.
         batch_size: prompts in a batch. A lost batch is answered again as a whole.
     """
@@ -97,9 +97,9 @@ class RayAnswerer:
         try:
             yield ray
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            of_user = cause if isinstance(cause, ValueError | OSError) else None
-            raise of_user or OSError(f"--ray: a worker failed: {_last_line(error)}") from error
+            if isinstance(cause := getattr(error, "cause", None), ValueError | OSError):
+                raise cause from error
+            raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 
 
 class _RayEngine:

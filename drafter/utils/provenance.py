@@ -91,10 +91,9 @@ def _git_revision() -> str | None:
     if not (folder / ".git").exists():
         return None
     words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-    try:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return None
 
 
 def _machine() -> dict[str, Any]:

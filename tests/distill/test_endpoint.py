@@ -17,6 +17,7 @@ from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, distill
 from tests.data.tiny import chat, write_jsonl
 from tests.distill.loopback import send, serving
+from tests.distill.test_local import rows_of
 
 Reply = tuple[int, object]
 
@@ -74,9 +75,7 @@ def run(server: FakeServer, prompts: str, out: Path, concurrency: int = 4, **opt
 
 
 def answered(out: Path) -> dict[str, str]:
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: row["messages"][-1]["content"] for row in rows}
+    return {name: row["messages"][-1]["content"] for (name, _), row in rows_of(out).items()}
 
 
 def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_path: Path, monkeypatch) -> None:
