@@ -10,7 +10,7 @@ from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
 from drafter.proposers.options import METHODS, Method, drafting_class
 from drafter.utils.options import Options, comma_separated, part_of, suggestion
-from drafter.utils.validate import flag_of, seed_field, within
+from drafter.utils.validate import SEED, flag_of, within
 
 BASELINE = "none"  # plain decoding of this package
 # The engines that decode in a process of their own, and their packages.
@@ -179,7 +179,7 @@ class BenchOptions(MethodOptions):
     batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)
     temperatures: tuple[float, ...] = within((0.0,), low=0.0)
     rounds: int = within(3, low=1)
-    seed: int = seed_field()
+    seed: int = within(0, **SEED)
     peer_python: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ def bench(options: BenchOptions) -> None:
     from drafter.bench.results import read_results, resume_results
     from drafter.bench.run import run_benchmark
     from drafter.bench.workload import read_prompt_set
-    from drafter.utils.io import check_output
+    from drafter.utils.provenance import check_output
 
     if options.out.suffix != ".jsonl":
         raise ValueError(f"--out {options.out} must be a file NAME.jsonl")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.settings import EngineConfig, EngineOptions
-from drafter.utils.io import check_output, printable, write_atomic
+from drafter.utils.io import printable, write_atomic
 from drafter.utils.options import Options, part_of
-from drafter.utils.provenance import write_run_record
+from drafter.utils.provenance import check_output, write_run_record
 from drafter.utils.tables import format_table
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ def _compare(server: "Endpoint", options: DistillOptions) -> None:
 
     target = options.load(is_trainable=True)
     prompts = [row.messages for row in select_prompts(BUILTIN_PROMPTS, limit=3)[0]]
-    found = compare_models(server.client, server.model, target, prompts)
+    found = compare_models(server, target, prompts)
     if found.is_other_model:
         reason = "; ".join(found.lines)
         raise ValueError(f"--endpoint {server.url} does not serve {target.name!r}; leave --target out ({reason})")

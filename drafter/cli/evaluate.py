@@ -63,8 +63,8 @@ def evaluate(options: EvaluateOptions) -> None:
     from drafter.bench.workload import Workload, read_prompt_set
     from drafter.decoding.params import SamplingParams
     from drafter.engine.engine import Engine
-    from drafter.utils.io import check_output, write_atomic
-    from drafter.utils.provenance import run_record
+    from drafter.utils.io import write_atomic
+    from drafter.utils.provenance import check_output, run_record
 
     if options.out is not None:
         check_output(options.out, overwrite=True)

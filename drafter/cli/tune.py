@@ -15,8 +15,8 @@ def tune(options: TuneOptions) -> None:
     from drafter.engine.loading import load_drafter
     from drafter.engine.settings import tuned_path
     from drafter.engine.tuned import is_tuned_file
-    from drafter.utils.io import check_output, write_atomic
-    from drafter.utils.provenance import run_record
+    from drafter.utils.io import write_atomic
+    from drafter.utils.provenance import check_output, run_record
 
     place = options.out or tuned_path(options.drafter)
     check_output(place, overwrite=options.overwrite or is_tuned_file(place))

@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter.data.loader import plan_in_order
 from drafter.data.rows import ChatBatch, TokenRow, TokenRows, stack
 from drafter.targets.target import Target
-from drafter.utils.io import first_line, locked, renamed
+from drafter.utils.io import first_line, locked
 
 FLAG = "--data.hidden_states"
 _STATES, _TOKENS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
@@ -138,7 +138,7 @@ def cache_states(
     files = [folder / f"{name.hex()}.safetensors" for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lock").touch()
-    with locked(folder / ".lock", wait=True, seconds=math.inf):
+    with locked(folder / ".lock", seconds=math.inf):
         missing = list({file: index for index, file in enumerate(files) if not file.is_file()}.values())
         if missing:
             num_positions = int((rows.length_X - start_X)[missing].sum())
@@ -157,8 +157,9 @@ def cache_states(
                 state_BTAD = state_BTD.unflatten(-1, (-1, target.hidden_size))
                 for state_TAD, index, token_T in zip(state_BTAD, indices, tokens, strict=True):
                     kept = slice(starts[index], len(token_T))
-                    with renamed(files[index]) as new:
-                        save_file({_STATES: state_TAD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
+                    new = files[index].with_suffix(".tmp")  # whole, or not there; nobody else writes
+                    save_file({_STATES: state_TAD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
+                    new.replace(files[index])
                 bar.update(sum(map(len, tokens)))
     return RowsWithStates(
         rows.dataset, start_X, rows.everything, files=files, dtype=target.dtype, has_context=bool(context_layers)

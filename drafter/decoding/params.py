@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from drafter.utils.validate import Checked, seed_field, within
+from drafter.utils.validate import SEED, Checked, within
 
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 
 
 @dataclass(frozen=True)
-class SamplingParams(Checked):
-    """Sampling parameters of one request. The text depends on prompt and parameters alone, not on other requests.
+class SamplingSettings(Checked):
+    """Length and sampling of answers.
 
     Attributes:
         max_new_tokens: largest number of generated tokens, the stop token included
@@ -20,18 +20,27 @@ class SamplingParams(Checked):
         top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 is off
         min_p: keep tokens at least min_p times as likely as the likeliest token; 0 is off
         seed: any 64-bit integer, signed or unsigned; the same seed gives the same text with any proposer and batch
-        stop: string that ends the answer and is no part of the text
-        stop_token_ids: tokens that end the answer, besides the target's own stop tokens
-        ignore_eos: generate on after the target's own stop tokens
     """
 
-    are_flags: ClassVar[bool] = False
     max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0, mend="0 is greedy")
     top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
     top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
     min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
-    seed: int = seed_field()
+    seed: int = within(0, **SEED)
+
+
+@dataclass(frozen=True)
+class SamplingParams(SamplingSettings):
+    """Sampling parameters of one request. The text depends on prompt and parameters alone, not on other requests.
+
+    Attributes:
+        stop: string that ends the answer and is no part of the text
+        stop_token_ids: tokens that end the answer, besides the target's own stop tokens
+        ignore_eos: generate on after the target's own stop tokens
+    """
+
+    prefix: ClassVar[str] = ""  # arguments of Python
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = within((), low=0)
     ignore_eos: bool = False

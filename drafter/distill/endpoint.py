@@ -10,6 +10,7 @@ from typing import Any
 from drafter.distill.prompts import AnswerStream, WantedAnswer, row_of
 from drafter.utils.client import Client, ServerError
 
+_PATH = "chat/completions"
 _ATTEMPTS = 7  # for one answer
 _PAUSE = 1.0  # seconds before the second attempt; the pause doubles before each further one
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -17,32 +18,24 @@ _REFUSED = {400, 413, 422}  # the server refuses this prompt (too long, filtered
 
 
 @dataclass
-class Endpoint:
-    """A server with the chat completions API.
+class Endpoint(Client):
+    """A server that answers; ``model``: its name for the target, ``concurrency``: requests in flight."""
 
-    Attributes:
-        url: address, such as http://host:8000 or https://host/v1.
-        model: the server's name for the target.
-        concurrency: requests in flight.
-    """
-
-    url: str
     model: str
     concurrency: int = 16
 
     def __post_init__(self) -> None:
-        self.client = Client(self.url)
-        self.chat_url = self.client.address("chat/completions")
+        super().__post_init__()
+        self.chat_url = self.address(_PATH)
         self.identity = {"endpoint_model": self.model}  # the answers do not depend on the address
         if not self.model:
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
-        """Yield the row of each wanted answer in order of arrival; None where the server refused the prompt.
+        """The row of each wanted answer in order of arrival; None where the server refused the prompt.
 
         Raises:
-            OSError: the server is unusable (address, model, key, tokens that are unknown, or no answer after all
-                retries); answers yielded before stay valid.
+            OSError: the server is unusable: address, model, key, unknown tokens, or no answer after all retries.
         """
         stop, is_told = threading.Event(), False
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
@@ -59,31 +52,25 @@ class Endpoint:
 
     def _ask(self, item: WantedAnswer, stop: threading.Event) -> dict[str, Any] | ServerError:
         """The row of the answer, or the refusal of the prompt; OSError if the server is unusable."""
-        problem, wait = "", 0.0
-        body = _body(self.model, item)
+        body, problem = _body(self.model, item), ""
         for attempt in range(_ATTEMPTS):
-            if attempt and stop.wait(min(max(wait, _PAUSE * 2 ** (attempt - 1)), 60.0)):
+            if attempt and stop.wait(_PAUSE * 2 ** (attempt - 1)):
                 break
             try:
-                reply = self.client.complete("chat/completions", body)
-            except ServerError as error:
-                if error.code in _REFUSED:
-                    return error
-                if error.code not in _RETRYABLE:
-                    raise OSError(f"{self.chat_url} answers {error}") from error
-                problem, wait = str(error), error.retry_after
+                reply = self.complete(_PATH, body)
             except (OSError, ValueError) as error:
-                problem, wait = f"{type(error).__name__}: {error}", 0.0
-            else:
-                has_ids = bool(reply.prompt_ids and reply.token_ids)
-                if reply.has_parts and not has_ids:
-                    raise OSError(
-                        f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
-                        "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
-                    )
-                return row_of(
-                    item, reply.text, reply.finish_reason, reply.prompt_ids, reply.token_ids, reply.num_tokens
+                if isinstance(error, ServerError) and error.code in _REFUSED:
+                    return error
+                if isinstance(error, ServerError) and error.code not in _RETRYABLE:
+                    raise OSError(f"{self.chat_url} answers {error}") from error
+                problem = str(error)
+                continue
+            if reply.has_parts and not (reply.prompt_ids and reply.token_ids):
+                raise OSError(
+                    f"{self.chat_url} separates reasoning or tool calls from the text and gives no token ids, so "
+                    "the answer's tokens are unknown: use vLLM, SGLang, or --target without --endpoint"
                 )
+            return row_of(item, reply, reply.num_tokens)
         raise OSError(
             f"{self.chat_url} gave no answer in {_ATTEMPTS} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
@@ -100,6 +87,6 @@ def _body(model: str, wanted: WantedAnswer) -> dict[str, Any]:
         "seed": params.seed % 2**31,
     }
     # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    more = {"top_k": params.top_k, "min_p": params.min_p, "tools": list(prompt.tools)}
-    more["top_p"] = params.top_p if params.top_p < 1 else None
+    top_p = params.top_p if params.top_p < 1 else None
+    more = {"top_k": params.top_k, "min_p": params.min_p, "top_p": top_p, "tools": list(prompt.tools)}
     return body | {name: value for name, value in more.items() if value}

@@ -5,11 +5,13 @@ Opening the file removes an incomplete line. A file beside the rows records the 
 refused.
 """
 
-import contextlib
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -20,84 +22,71 @@ from drafter.utils.io import locked, write_atomic
 from drafter.utils.parse import read_json_object
 
 
+@dataclass(frozen=True)
 class Journal:
-    """Rows appended to ``path``, with their settings in ``path + ".settings.json"``.
+    """An open file of rows; ``rows`` are those that it held when it was opened, in order."""
+
+    file: FileIO
+    rows: list[dict[str, Any]]
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; OSError when the disk is full (the next start removes the incomplete line)."""
+        data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        if self.file.write(data) != len(data):
+            raise OSError(f"{self.file.name}: the disk is full; finished rows are kept, run again to continue")
+
+
+@contextmanager
+def open_journal(path: str | Path, settings: Mapping[str, Any], keys: Mapping[str, type]) -> Iterator[Journal]:
+    """The journal of the file ``path``, with its settings in ``path + ".settings.json"``.
 
     Args:
         path: the .jsonl file.
         settings: what a later run must agree on.
         keys: keys that every row has, with their types.
 
-    Attributes:
-        rows: the rows of the file when it was opened, in order.
-
     Raises:
         ValueError: the file has other settings, is damaged in the middle, or is open in another run.
         OSError: the file cannot be written, or is a folder, a pipe or a device.
     """
-
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], keys: Mapping[str, type] | None = None) -> None:
-        self.path = Path(path).expanduser()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.settings_path = self.path.with_name(self.path.name + ".settings.json")
-        # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.
-        self._open = contextlib.ExitStack()
-        self._file = self._open.enter_context(self.path.open("ab+", buffering=0))
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Unbuffered: when `append` returns, the operating system has the row, and the row survives this process.
+    with path.open("ab+", buffering=0) as file, locked(path.resolve()) as is_locked:
+        if is_locked is False:
+            raise ValueError(f"--out {path}: another run is writing this file; give each run its own")
+        size = file.seek(0, os.SEEK_END)
+        _agree_on_settings(path, json.loads(json.dumps(settings)), is_new=size == 0)
+        if size:
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+                file.truncate(content.rfind(b"\n") + 1)
+        records = list(read_json_lines(path, str(path)))
+        for record in records:
+            for name, kind in keys.items():
+                if not isinstance(record.fields.get(name), kind):
+                    raise ValueError(f"{record.where} has no {name}, or one that is no {kind.__name__}")
         try:
-            if self._open.enter_context(locked(self.path.resolve())) is False:
-                raise ValueError(f"--out {path}: another run is writing this file; give each run its own")
-            self._check_settings(json.loads(json.dumps(settings)))
-            self._remove_incomplete_line()
-            records = list(read_json_lines(self.path, str(self.path)))
-            for record in records:
-                for name, kind in (keys or {}).items():
-                    if not isinstance(record.fields.get(name), kind):
-                        raise ValueError(f"{record.where} has no {name}, or one that is no {kind.__name__}")
-            self.rows = [record.fields for record in records]
-        except BaseException:
-            self._open.close()
-            raise
+            yield Journal(file, [record.fields for record in records])
+        finally:
+            os.fsync(file.fileno())
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; OSError when the disk is full (the next start removes the incomplete line)."""
-        data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
-        num_written = self._file.write(data)
-        if num_written != len(data):
-            raise OSError(f"{self.path}: the disk is full; finished rows are kept, run again to continue")
 
-    def close(self) -> None:
-        """Flush the rows to the disk, and release and close the file."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._open.close()
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        if self._file.seek(0, os.SEEK_END) == 0:
-            text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-            write_atomic(self.settings_path, text, follows_links=False)
-            return
-        if not self.settings_path.is_file():
+def _agree_on_settings(path: Path, settings: dict[str, Any], *, is_new: bool) -> None:
+    """Record the settings of a new file; ValueError if those of an earlier run differ or are missing."""
+    place = path.with_name(path.name + ".settings.json")
+    if is_new:
+        write_atomic(place, json.dumps(settings, indent=2, ensure_ascii=False) + "\n", follows_links=False)
+        return
+    if not place.is_file():
+        raise ValueError(
+            f"--out {path} holds rows but no {place.name} lies beside it, so it cannot be continued: give another --out"
+        )
+    recorded = read_json_object(place)
+    for name in {**settings, **recorded}:
+        now, then = settings.get(name), recorded.get(name)
+        is_same = name == "target_fingerprint" and same_fingerprint(str(now), str(then))
+        if now != then and not is_same:
             raise ValueError(
-                f"--out {self.path} holds rows but no {self.settings_path.name} lies beside it, so it cannot be "
-                "continued: give another --out"
+                f"--out {path} was written with {name} = {short(then)}, now it is {short(now)}: use the same settings "
+                "to continue, or another --out"
             )
-        recorded = read_json_object(self.settings_path)
-        for name in {**settings, **recorded}:
-            now, then = settings.get(name), recorded.get(name)
-            is_same = name == "target_fingerprint" and same_fingerprint(str(now), str(then))
-            if now != then and not is_same:
-                raise ValueError(
-                    f"--out {self.path} was written with {name} = {short(then)}, now it is {short(now)}: use the same "
-                    "settings to continue, or another --out"
-                )
-
-    def _remove_incomplete_line(self) -> None:
-        if size := self._file.seek(0, os.SEEK_END):
-            with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as content:
-                self._file.truncate(content.rfind(b"\n") + 1)

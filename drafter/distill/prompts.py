@@ -1,38 +1,38 @@
 """The answers that a run has to make: prompts, exclusions, and seed and temperature of each answer."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.decoding.params import SamplingParams
-from drafter.utils.validate import Checked, seed_field, within
+from drafter.decoding.params import SamplingParams, SamplingSettings
+from drafter.utils.validate import within
 
 if TYPE_CHECKING:
     from drafter.data.formats import Row
+    from drafter.engine.request import Request
+    from drafter.utils.client import Reply
 
 BUILTIN_PROMPTS = Path(__file__).with_name("prompts.jsonl")  # about 100 short ones
 EXCLUDED = "prompts left out: on the excluded list"
-# Two texts that share a run of this many words count as the same material.
-_OVERLAP_WORDS = 13
+_OVERLAP_WORDS = 13  # two texts that share a run of this many words count as the same material
 
 
-def _turns(messages: Iterable[Mapping[str, str]]) -> list[str]:
-    """The texts of all turns but system turns: one system message may precede any number of unrelated prompts."""
-    return [message["content"] for message in messages if message["role"] != "system"]
+def _word_runs(messages: Iterable[Mapping[str, str]]) -> set[tuple[str, ...]]:
+    """All runs of 13 words of each turn, or all words of a shorter one.
 
-
-def _runs_of(texts: Iterable[str]) -> set[tuple[str, ...]]:
-    """All runs of 13 words of each text, or all words of a shorter one."""
+    System turns are left out: one system message may precede any number of unrelated prompts.
+    """
     found: set[tuple[str, ...]] = set()
-    for text in texts:
-        words = re.findall(r"\w+", text.casefold())
+    for message in messages:
+        words = re.findall(r"\w+", message["content"].casefold()) if message["role"] != "system" else []
         found.update(tuple(words[i : i + _OVERLAP_WORDS]) for i in range(max(1, len(words) - _OVERLAP_WORDS + 1)))
-    return found
+    return found - {()}
 
 
 def select_prompts(
@@ -59,8 +59,9 @@ def select_prompts(
     """
     from drafter.data.formats import read_rows
 
-    unwanted = () if exclude is None else read_rows(exclude)
-    excluded = _runs_of(text for row in unwanted for text in (row.text or "", *_turns(row.messages)) if text)
+    excluded: set[tuple[str, ...]] = set()
+    for row in () if exclude is None else read_rows(exclude):
+        excluded |= _word_runs(row.messages or [{"role": "user", "content": row.text or ""}])
     found: dict[str, Row] = {}
     seen: set[str] = set()
     left_out = Counter[str]()
@@ -75,15 +76,13 @@ def select_prompts(
         digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
         if digest in seen:
             left_out["repeated prompts left out"] += 1
-            continue
-        seen.add(digest)
-        if not excluded.isdisjoint(_runs_of(_turns(row.prompt))):
+        elif not excluded.isdisjoint(_word_runs(row.prompt)):
             left_out[EXCLUDED] += 1
-            continue
-        key = row.id or digest
-        if key in found:
-            key = f"{key}-{digest}"
-        found[key] = row.model_copy(update={"id": key, "messages": row.prompt})
+        else:
+            key = row.id or digest
+            key = f"{key}-{digest}" if key in found else key
+            found[key] = row.model_copy(update={"id": key, "messages": row.prompt})
+        seen.add(digest)
     if not found:
         raise ValueError(f"--prompts {name}: no prompt is left ({left_out[EXCLUDED]} are on the excluded list)")
     return list(found.values()), left_out
@@ -93,27 +92,19 @@ def select_prompts(
 
 
 @dataclass(frozen=True)
-class AnswerSettings(Checked):
-    """Sampling parameters of a run; the settings file beside the answers records all of them.
+class AnswerSettings(SamplingSettings):
+    """The answers to each prompt. The settings file beside the answers records all settings.
 
     Attributes:
-        max_new_tokens: longest answer in tokens
         temperature: 0 is greedy. The answers to a prompt use several temperatures, such as 0,0.7, in turn; the prompt's
             id decides the first
-        top_k: keep the k likeliest tokens; 0 is off
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 is off
-        min_p: keep tokens at least min_p times as likely as the likeliest token; 0 is off
         num_answers: answers to each prompt
         seed: seed of sampling; an answer's own seed is a hash of the seed, the prompt's id and the answer's number
     """
 
-    max_new_tokens: int = within(256, low=1, high=2**24)
-    temperature: tuple[float, ...] = within((0.0,), low=0.0, mend="0 is greedy")
-    top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
-    top_p: float = within(1.0, above=0.0, high=1.0, mend="1 turns it off")
-    min_p: float = within(0.0, low=0.0, high=1.0, mend="0 turns it off")
+    max_new_tokens: int = 256
+    temperature: tuple[float, ...] = (0.0,)  # type: ignore[assignment]
     num_answers: int = within(1, low=1)
-    seed: int = seed_field()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,17 +134,15 @@ def missing_answers(
     prompts: "Iterable[Row]", settings: AnswerSettings, done: set[tuple[str, int]]
 ) -> list[WantedAnswer]:
     """The answers of ``settings`` to ``prompts`` whose keys are not in ``done``."""
-    shared = {name: getattr(settings, name) for name in ("max_new_tokens", "top_k", "top_p", "min_p")}
+    shared = {item.name: getattr(settings, item.name) for item in fields(SamplingSettings)}
     found = []
-    for prompt in prompts:
-        # The first temperature depends on the prompt, so single answers use all temperatures too.
-        start = derive_seed("temperature", prompt.id)
-        for number in range(settings.num_answers):
-            temperature = settings.temperature[(start + number) % len(settings.temperature)]
-            seed = derive_seed(settings.seed, prompt.id, number)
-            if (prompt.id, number) not in done:
-                params = SamplingParams(temperature=temperature, seed=seed, **shared)
-                found.append(WantedAnswer(prompt, number, params))
+    for prompt, number in itertools.product(prompts, range(settings.num_answers)):
+        if (prompt.id, number) not in done:
+            # The first temperature depends on the prompt, so single answers use all temperatures too.
+            place = derive_seed("temperature", prompt.id) + number
+            temperature = settings.temperature[place % len(settings.temperature)]
+            own = {"temperature": temperature, "seed": derive_seed(settings.seed, prompt.id, number)}
+            found.append(WantedAnswer(prompt, number, SamplingParams(**shared | own)))
     return found
 
 
@@ -162,28 +151,21 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def row_of(
-    wanted: WantedAnswer,
-    text: str,
-    finish_reason: str,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    num_tokens: int = 0,
-) -> dict[str, Any]:
+def row_of(wanted: WantedAnswer, answer: "Request | Reply", num_tokens: int = 0) -> dict[str, Any]:
     """The row to write: the conversation, and the tokens of prompt and answer, which training uses as they are.
 
-    A server may give no tokens: they are empty then, and ``num_tokens`` is the server's count.
+    ``num_tokens``: the count of a server that gives no tokens.
     """
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
         "temperature": wanted.params.temperature,
-        "finish_reason": "length" if finish_reason == "length" else "stop",
-        "num_tokens": len(token_ids) or num_tokens,
-        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": text}],
+        "finish_reason": "length" if answer.finish_reason == "length" else "stop",
+        "num_tokens": len(answer.token_ids) or num_tokens,
+        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],
     }
     if wanted.prompt.tools:
         row["tools"] = list(wanted.prompt.tools)
-    if prompt_ids and token_ids:
-        row |= {"prompt_token_ids": prompt_ids, "token_ids": token_ids}
+    if answer.prompt_ids and answer.token_ids:
+        row |= {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.token_ids}
     return row

@@ -44,7 +44,7 @@ class RayAnswerer:
     """Answers by engines on a Ray cluster.
 
     Attributes:
-        make: makes a worker's engine. The workers call it, so target and drafter must exist on every machine.
+        make: makes a worker's engine, on the worker's machine, where target and drafter must exist.
         options: cluster and resources.
         batch_size: prompts in a batch. A lost batch is answered again as a whole.
     """
@@ -65,7 +65,6 @@ class RayAnswerer:
         """Answers in the order in which batches return; see :class:`drafter.distill.run.Answerer`."""
         if not wanted:
             return
-        options = self.options
         wanted = sorted(wanted, key=lambda item: len(str(item.prompt.messages)))  # alike in length: little padding
         with self._cluster() as ray:
             ray.data.DataContext.get_current().enable_progress_bars = False
@@ -74,9 +73,9 @@ class RayAnswerer:
                 _RayEngine,
                 fn_constructor_args=(self.make, wanted),
                 batch_size=self.batch_size,
-                concurrency=options.ray_workers,
-                num_gpus=options.ray_gpus or None,
-                num_cpus=options.ray_cpus,
+                concurrency=self.options.ray_workers,
+                num_gpus=self.options.ray_gpus or None,
+                num_cpus=self.options.ray_cpus,
             )
             for row in answered.iter_rows():
                 yield json.loads(row["answer"])
@@ -84,13 +83,9 @@ class RayAnswerer:
     @contextmanager
     def _cluster(self) -> Iterator[Any]:
         """The package `ray`, connected; within the block the failure of a worker is a ValueError or an OSError."""
-        try:
-            import ray
-            import ray.data
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                "--ray needs the package ray: in the repository, pip install -c constraints.txt -e '.[cluster]'"
-            ) from error
+        import ray
+        import ray.data
+
         address = None if self.options.ray == "local" else self.options.ray or "auto"
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
@@ -102,8 +97,7 @@ class RayAnswerer:
         try:
             yield ray
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, ValueError | OSError):
+            if isinstance(cause := getattr(error, "cause", None), ValueError | OSError):
                 raise cause from error
             raise OSError(f"--ray: a worker failed: {_last_line(error)}") from error
 

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from drafter.data.formats import Row
-from drafter.distill.journal import Journal
+from tqdm import tqdm
+
+from drafter.distill.journal import Journal, open_journal
 from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
     BUILTIN_PROMPTS,
@@ -24,10 +25,8 @@ from drafter.distill.prompts import (
     row_of,
     select_prompts,
 )
+from drafter.engine.engine import Engine
 from drafter.targets.chat import Chat
-
-if TYPE_CHECKING:
-    from drafter.engine.engine import Engine
 
 MAGPIE = "magpie"
 NO_ANSWER = "prompts without an answer: refused by the server, or too long for the context"
@@ -39,9 +38,8 @@ class DistillReport:
 
     Attributes:
         num_prompts, num_answers: prompts, and answers that the whole file shall hold.
-        num_done_before: answers of earlier runs.
-        num_new, num_tokens: answers of this run, and their tokens.
-        seconds: from the first request to the last answer.
+        num_done_before, num_new: answers of earlier runs, and of this run.
+        num_tokens, seconds: tokens of this run's answers, and the time from the first request to the last answer.
         notes: further counts, by what was counted.
     """
 
@@ -63,14 +61,11 @@ class DistillReport:
 
 
 class Answerer(Protocol):
-    """Anything that makes answers: an engine, a server, a cluster.
-
-    Attributes:
-        identity: the settings that, with prompts and sampling parameters, determine the answers.
-    """
+    """Anything that makes answers: an engine, a server, a cluster."""
 
     @property
-    def identity(self) -> dict[str, Any]: ...
+    def identity(self) -> dict[str, Any]:
+        """The settings that, with prompts and sampling parameters, determine the answers."""
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """The row of each wanted answer as it is finished, or None where the prompt has no answer."""
@@ -80,7 +75,7 @@ class Answerer(Protocol):
 class EngineAnswerer:
     """Answers by an engine of this process; a drafter makes the same answers faster."""
 
-    engine: "Engine"
+    engine: Engine
 
     def __post_init__(self) -> None:
         target = self.engine.target
@@ -89,7 +84,7 @@ class EngineAnswerer:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that, with prompts and sampling parameters, determine the answers."""
+        """See :class:`Answerer`."""
         target = self.engine.target
         return {"target_fingerprint": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
 
@@ -104,10 +99,9 @@ class EngineAnswerer:
             else:
                 yield None
         for event in self.engine.stream([ids for _, ids in fitting], [item.params for item, _ in fitting]):
-            done = event.completion
-            if done is not None:
+            if (done := event.completion) is not None:
                 item, _ = fitting[event.index]
-                yield row_of(item, done.text, str(done.finish_reason), done.prompt_ids, done.token_ids)
+                yield row_of(item, done)
 
 
 def distill(
@@ -129,9 +123,8 @@ def distill(
             prompts.
         out: .jsonl file; an existing file is continued.
         settings: sampling parameters and number of answers; None: greedy, one answer to each prompt.
-        num_prompts: largest number of prompts of a file; with ``magpie`` the number of prompts to invent.
-        columns: see :func:`drafter.data.formats.read_rows`.
-        exclude: file of texts that no prompt may share 13 consecutive words with.
+        num_prompts, columns, exclude: ``limit`` and others of :func:`drafter.distill.prompts.select_prompts`; with
+            ``magpie``, ``num_prompts`` is the number of prompts to invent.
 
     Raises:
         ValueError: wrong options or prompts; ``out`` was written with other settings.
@@ -154,29 +147,21 @@ def distill(
         report.notes.update({f"invented prompts dropped: {reason}": count for reason, count in sorted(dropped.items())})
     rows, left_out = select_prompts(file, columns=columns, limit=num_prompts, exclude=exclude)
     report.notes += left_out
+    report.num_prompts, report.num_answers = len(rows), len(rows) * settings.num_answers
     asked = repr([(row.id, row.messages, row.tools) for row in rows])
     origin = MAGPIE if prompts == MAGPIE else hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
     recorded = {**asdict(settings), "prompts": origin, **answerer.identity}
     recorded |= {} if exclude is None else {"exclude": exclude}
-    with Journal(out, recorded, {"id": str, "answer": int}) as journal:
-        _answer_all(answerer, rows, settings, journal, report)
+    with open_journal(out, recorded, {"id": str, "answer": int}) as journal:
+        wanted = missing_answers(rows, settings, {(row["id"], row["answer"]) for row in journal.rows})
+        _answer_all(answerer, wanted, journal, report)
+    if report.num_done_before + report.num_new == 0:
+        raise OSError(f"no prompt was answered: {report.notes[NO_ANSWER]:,} {NO_ANSWER}")
     return report
 
 
-def _answer_all(
-    answerer: Answerer,
-    prompts: Sequence[Row],
-    settings: AnswerSettings,
-    journal: Journal,
-    report: DistillReport,
-) -> None:
-    """Make the answers that the journal lacks, and append each as it is finished."""
-    from tqdm import tqdm
-
-    done = {(row["id"], row["answer"]) for row in journal.rows}
-    wanted = missing_answers(prompts, settings, done)
-    report.num_prompts = len(prompts)
-    report.num_answers = len(prompts) * settings.num_answers
+def _answer_all(answerer: Answerer, wanted: Sequence[WantedAnswer], journal: Journal, report: DistillReport) -> None:
+    """Make the wanted answers, append each as it is finished, and count them."""
     report.num_done_before = report.num_answers - len(wanted)
     start = time.perf_counter()
     with tqdm(total=report.num_answers, initial=report.num_done_before, desc="answering", unit="answer") as bar:
@@ -191,5 +176,3 @@ def _answer_all(
             report.notes["new answers cut at --max-new-tokens"] += row["finish_reason"] == "length"
             bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
             bar.update()
-    if wanted and not done and not report.num_new:
-        raise OSError(f"no prompt was answered: {report.notes[NO_ANSWER]:,} {NO_ANSWER}")

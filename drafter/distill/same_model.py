@@ -5,13 +5,14 @@ Shapes: T tokens of a prompt and its answer · V vocabulary.
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from drafter.data.formats import check_ids
-from drafter.utils.client import Client, Reply, ServerError
-
-if TYPE_CHECKING:
-    from drafter.targets.target import Target
+from drafter.distill.endpoint import Endpoint
+from drafter.targets.target import Target
+from drafter.utils.client import Reply
 
 # Mean difference of log-probabilities, in nats. SmolLM2-135M against its own float32 weights: 0.03 in bfloat16, 0.04 in
 # int8, 0.2 in 5 bits, 0.6 in 4 bits; other models differ by several nats.
@@ -35,9 +36,7 @@ class Comparison(NamedTuple):
     is_other_model: bool
 
 
-def compare_models(
-    client: Client, model: str, target: "Target", prompts: Sequence[Sequence[Mapping[str, Any]]]
-) -> Comparison:
+def compare_models(server: Endpoint, target: Target, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> Comparison:
     """Compare short greedy answers of a server that gives token ids with the target.
 
     Conversations show how the server renders a prompt. The compared answers follow the target's own prompt ids, so that
@@ -50,15 +49,15 @@ def compare_models(
     distances, differences = [], []  # nats below the target's likeliest token; nats between server and target
     for messages in prompts:
         mine = target.encode_chat(messages)
-        greedy = {"model": model, "max_tokens": _NUM_TOKENS, "temperature": 0, "seed": 0}
-        theirs = _ask(client, "chat/completions", {**greedy, "messages": list(messages)}, target.vocab_size).prompt_ids
+        greedy = {"model": server.model, "max_tokens": _NUM_TOKENS, "temperature": 0, "seed": 0}
+        theirs = _ask(server, "chat/completions", {**greedy, "messages": list(messages)}, target.vocab_size).prompt_ids
         if not theirs:
             break
         if theirs != mine and not notes:
             place = len(os.path.commonprefix([mine, theirs]))
             shown, other = (target.decode(ids[place : place + 8], skip_special_tokens=False) for ids in (mine, theirs))
             notes = [f"chat template: from prompt token {place} on the server reads {other!r}, the target {shown!r}"]
-        reply = _ask(client, "completions", {**greedy, "prompt": mine, "logprobs": 1}, target.vocab_size)
+        reply = _ask(server, "completions", {**greedy, "prompt": mine, "logprobs": 1}, target.vocab_size)
         if reply.token_ids:
             logprobs, below = _logprobs_of(target, mine, reply.token_ids)
             distances += below
@@ -75,21 +74,17 @@ def compare_models(
     return Comparison(len(distances), notes, difference > OTHER_MODEL)
 
 
-def _ask(client: Client, path: str, body: dict[str, Any], vocab_size: int) -> Reply:
+def _ask(server: Endpoint, path: str, body: dict[str, Any], vocab_size: int) -> Reply:
     try:
-        reply = client.complete(path, body)
+        reply = server.complete(path, body)
         check_ids([*reply.prompt_ids, *reply.token_ids], vocab_size, "the reply")
         return reply
-    except ServerError as error:
-        raise ValueError(f"{client.address(path)} answers {error}") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{client.address(path)} gives no answer: {error}") from error
+        raise ValueError(f"{server.address(path)} gives no answer: {error}") from error
 
 
-def _logprobs_of(target: "Target", prompt_ids: list[int], answer_ids: list[int]) -> tuple[list[float], list[float]]:
+def _logprobs_of(target: Target, prompt_ids: list[int], answer_ids: list[int]) -> tuple[list[float], list[float]]:
     """Log-probabilities of the T tokens of an answer, and their distances from those of the likeliest tokens."""
-    import torch
-
     token_1T = torch.tensor([prompt_ids + answer_ids], device=target.device)
     with torch.no_grad():
         hidden_TD = target.forward(token_1T).hidden_BTD[0, len(prompt_ids) - 1 : -1]

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from drafter.models.drafter import RecurrentDrafter, check_target
 from drafter.models.files import TUNED_FILE, WEIGHTS
 from drafter.runtimes.loading import load_target
 from drafter.targets.target import Target
-from drafter.utils.io import check_output_folder, replacing
+from drafter.utils.io import recover, replacing
 from drafter.utils.parse import read_json_object
 from drafter.utils.provenance import write_run_record
 
@@ -48,8 +49,16 @@ _FORMATS = {
 
 def check_export(out: Path, format: str = "drafter") -> None:
     """Refuse a folder that an export may not replace: one that holds anything but an earlier export (ValueError)."""
-    mark, what, files = _FORMATS[format]
-    check_output_folder(out, mark=mark, files=("config.json", WEIGHTS, *files), what=what)
+    mark, what, own = _FORMATS[format]
+    files = ("config.json", WEIGHTS, *own)
+    recover(out)
+    names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
+    config = out / "config.json"
+    is_earlier = config.is_file() and mark in config.read_text(encoding="utf-8", errors="replace")
+    if (out.exists() and not out.is_dir()) or (names and not is_earlier):
+        raise ValueError(f"--out {str(out)!r} exists and is no {what}: choose another folder or remove it")
+    if foreign := [name for name in names if not any(fnmatch(name, pattern) for pattern in files)]:
+        raise ValueError(f"--out {str(out)!r} would be replaced, and holds {foreign[0]!r}: move that file away")
 
 
 def export(

@@ -99,7 +99,7 @@ class DrafterConfig(PreTrainedConfig):
             value = getattr(self, name)
             if isinstance(value, list) or (value is None and getattr(DrafterConfig, name) is not None):
                 raise ValueError(f"drafter {name} is {value} but must have one value")
-        check_ranges(self, are_flags=False)
+        check_ranges(self, prefix="")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"drafter {name} is {getattr(self, name)!r} but must be one of {', '.join(allowed)}")

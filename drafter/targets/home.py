@@ -48,7 +48,7 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.parent / f".{folder.name}.lock"
     lock.touch()
-    with locked(lock, wait=True, seconds=math.inf):
+    with locked(lock, seconds=math.inf):
         recover(folder)
         if is_whole(folder):
             return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from drafter.utils.options import Options
-from drafter.utils.validate import check_ranges, within
+from drafter.utils.validate import Checked, within
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(Checked):
     """Weights and settings of the losses of :mod:`drafter.training.losses`.
 
     Attributes:
@@ -48,6 +48,7 @@ class Objective:
         memory_mib: budget for logits held at once.
     """
 
+    prefix: ClassVar[str] = "--model.objective."
     cross_entropy: float = within(0.0, low=0.0)
     kl: float = within(1.0, low=0.0)
     depth_rates: tuple[float, ...] | None = within(None, above=0.0, high=1.0)
@@ -56,7 +57,7 @@ class Objective:
     memory_mib: int = within(64, low=1)
 
     def __post_init__(self) -> None:
-        check_ranges(self, "model.objective.")
+        super().__post_init__()
         if max(self.cross_entropy, self.kl) <= 0:
             raise ValueError("--model.objective.cross_entropy and kl are both 0: one of the weights must be above 0")
         rates = self.depth_rates
@@ -76,7 +77,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class OptimOptions:
+class OptimOptions(Checked):
     """The learning rate over the steps of the run.
 
     Attributes:
@@ -89,14 +90,12 @@ class OptimOptions:
             the time runs out before the steps; 0 = no limit. The making of cached hidden states counts too.
     """
 
+    prefix: ClassVar[str] = "--model.optim."
     lr: float = within(1e-3, above=0.0)
     warmup_steps: int = within(100, low=0)
     schedule: Literal["wsd", "cosine"] = "wsd"
     decay_share: float = within(0.4, low=0.0, high=1.0)
     minutes: float = within(0.0, low=0.0)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "model.optim.")
 
     def factor(self, num_steps: int | float, time_share: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
         """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps.

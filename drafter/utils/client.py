@@ -4,14 +4,15 @@ A server is a stranger: what it sends has limits of size and of time, no redirec
 stays with the address that the user named), and every field that is read has a checked type and range. Whatever comes,
 a call ends with a checked reply or with one of
 
-    ServerError   an HTTP status other than 200, with the server's own reason in printable characters
-    OSError       no connection, or no whole answer in time
+    OSError       no connection, no whole answer in time, or (ServerError) an HTTP status other than 200, with the
+                  server's own reason in printable characters
     ValueError    an answer that is no completion, or larger than the limit
 
 Use ``Client(url).complete(path, body)`` from any thread.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from drafter.utils.io import printable
-from drafter.utils.parse import parse_json, validated
+from drafter.utils.parse import validated
 
 if TYPE_CHECKING:
     import httpx
@@ -35,27 +36,17 @@ _CONNECT_SECONDS = 10.0
 _IDS = "return_token_ids"  # field of vLLM and SGLang: the answer then holds token ids
 
 
-class ServerError(Exception):
-    """An HTTP status that is no success.
+class ServerError(OSError):
+    """An HTTP status ``code`` that is no success; ``reason``: the server's message, in one printable line."""
 
-    Attributes:
-        code: the status.
-        reason: the server's message, in one printable line.
-        retry_after: seconds of the header Retry-After; 0 where it names none.
-    """
-
-    def __init__(self, code: int, reason: str, retry_after: float = 0.0) -> None:
+    def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"HTTP {code}: {reason}")
-        self.code, self.reason, self.retry_after = code, reason, retry_after
+        self.code, self.reason = code, reason
 
 
 @dataclass
 class Client:
-    """A server; the key of the variable OPENAI_API_KEY is sent if the variable is set.
-
-    Attributes:
-        url: address, such as http://host:8000 or https://host/v1.
-    """
+    """A server at an address such as http://host:8000 or https://host/v1."""
 
     url: str
     _wants_ids = True  # False after a server that refuses the field for token ids
@@ -88,7 +79,7 @@ class Client:
         A server that refuses the field for token ids by name is asked again without it, and is not asked for ids again.
 
         Raises:
-            ServerError, OSError, ValueError: see the module.
+            OSError, ValueError: see the module.
         """
         wants_ids = self._wants_ids
         content = json.dumps({**body, _IDS: True} if wants_ids else body).encode()
@@ -103,11 +94,7 @@ class Client:
 
 
 def key_header() -> dict[str, str]:
-    """The header with the key of OPENAI_API_KEY, without white space around the key; empty without a key.
-
-    Raises:
-        ValueError: the key holds a character that no header may hold.
-    """
+    """The header with the key of OPENAI_API_KEY, if any; ValueError for a key that no header may hold."""
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
         raise ValueError("OPENAI_API_KEY holds a character that no key has, such as an end of line: set it again")
@@ -157,15 +144,9 @@ def _refusal(response: "httpx.Response", data: bytes) -> ServerError:
         place = printable(response.headers.get("Location", ""), 200)
         return ServerError(response.status_code, f"redirects to {place!r}, which is not followed: name that address")
     text = data.decode("utf-8", errors="replace")
-    try:
-        found = parse_json(data, "the reply")
-        found = found.get("error", found)
-        text = found["message"] if isinstance(found, dict) else found
-    except (ValueError, KeyError, AttributeError):
-        pass  # not OpenAI's form: the text as it came
-    wait = response.headers.get("Retry-After", "")
-    seconds = float(wait) if wait.isascii() and wait.isdecimal() else 0.0
-    return ServerError(response.status_code, printable(str(text)) or printable(response.reason_phrase), seconds)
+    with contextlib.suppress(ValueError):  # not of OpenAI's form: the text as it came
+        text = validated(_Failure, data, "the reply").message
+    return ServerError(response.status_code, printable(text) or printable(response.reason_phrase))
 
 
 # -- checked values of replies --------------------------------------------------------------------------------------
@@ -188,6 +169,12 @@ def _choice(*names: str) -> AliasPath:
 def _at(default: Any, *places: AliasPath) -> Any:
     """A field with the value at the first of the places that the reply has."""
     return Field(default, validation_alias=AliasChoices(*places))
+
+
+class _Failure(BaseModel):
+    """An error, in OpenAI's form or in an older one of vLLM."""
+
+    message: str = _at(..., AliasPath("error", "message"), AliasPath("message"), AliasPath("error"))
 
 
 class Reply(BaseModel):

@@ -8,21 +8,18 @@ renamed in, the hidden folder is removed. A kill between the two renames leaves 
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import secrets
 import shutil
-import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterator
 from pathlib import Path
 
 _NEW, _OLD, _GONE = "new", "old", "gone"  # the versions in a hidden folder
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # regular files where the shell redirects
-_LOCK_NOTICE, _LOCK_SECONDS = 1.0, 60.0  # a wait for a lock says so, and ends; any reader of a folder may hold its lock
+_LOCK_NOTICE, _SWAP_SECONDS = 1.0, 60.0  # a wait for a lock says so, and ends; any reader of a folder may hold its lock
 
 
 def first_line(error: BaseException) -> str:
@@ -38,68 +35,10 @@ def printable(text: str, length: int = 300) -> str:
     return shown if len(shown) <= length else shown[:length] + " ..."
 
 
-def run_file(output: Path) -> Path:
-    """Where the run record of an output lies: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`."""
-    return output / "run.json" if output.is_dir() else output.with_suffix(".run.json")
-
-
 def is_stream(path: Path) -> bool:
     """Whether `path` is a pipe, a device or a standard stream: written to, never replaced, without a run record."""
     is_special = path.exists() and not path.is_file() and not path.is_dir()
     return is_special or str(path).startswith(_STREAMS)
-
-
-def check_output(out: Path, *, overwrite: bool = False) -> None:
-    """Refuse, before the work, an output file that cannot be written or that holds something else.
-
-    An empty file may be replaced, and a file that an earlier run wrote: its run record names the file.
-
-    Raises:
-        ValueError: another file stands there and `overwrite` is not set.
-        OSError: a folder stands there, or the place is not writable.
-    """
-    if out.is_dir():
-        raise IsADirectoryError(f"--out {out} is a folder: name a file in it")
-    if is_stream(out):
-        return
-    may_replace = overwrite or not out.exists() or not out.stat().st_size
-    if not (may_replace or _is_recorded(out)):
-        raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or --overwrite")
-    place = out.resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with _hidden_folder(place):
-        pass
-
-
-def check_output_folder(out: Path, *, mark: str, files: Sequence[str], what: str) -> None:
-    """Refuse an output folder that holds something else than an earlier output; a file of the user's is never removed.
-
-    Args:
-        out: the folder.
-        mark: text that the ``config.json`` of an earlier output holds.
-        files: patterns of the names that an output may hold.
-        what: name of an earlier output, for the message.
-
-    Raises:
-        ValueError: the folder is in use.
-    """
-    recover(out)
-    names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
-    config = out / "config.json"
-    is_earlier = config.is_file() and mark in config.read_text(encoding="utf-8", errors="replace")
-    if (out.exists() and not out.is_dir()) or (names and not is_earlier):
-        raise ValueError(f"--out {str(out)!r} exists and is no {what}: choose another folder or remove it")
-    foreign = [name for name in names if not any(fnmatch(name, pattern) for pattern in files)]
-    if foreign:
-        raise ValueError(f"--out {str(out)!r} would be replaced, and holds {foreign[0]!r}: move that file away")
-
-
-def _is_recorded(out: Path) -> bool:
-    try:
-        record = json.loads(run_file(out).read_text(encoding="utf-8")) if run_file(out).is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and record.get("output") == out.name
 
 
 def write_atomic(path: Path, text: str, *, follows_links: bool = True) -> None:
@@ -128,17 +67,6 @@ def append(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def renamed(path: Path) -> Iterator[Path]:
-    """A path at which the block writes a file of a cache, which then takes the name ``path``: whole, or not there.
-
-    Cheaper than :func:`replacing`: not forced to the disk, and for one writer at a time.
-    """
-    new = path.with_suffix(".tmp")
-    yield new
-    new.replace(path)
-
-
-@contextlib.contextmanager
 def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
@@ -148,11 +76,14 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     place = path.resolve() if follows_links else path.parent.resolve() / path.name
     place.parent.mkdir(parents=True, exist_ok=True)
     _recover(place)
-    with _hidden_folder(place) as hidden:
+    with hidden_folder(place) as hidden:
         new = hidden / _NEW
         yield new
-        _force_to_disk(new)
-        with locked(place.parent, wait=True):  # two writers of one folder swap one after the other
+        for file in new.rglob("*") if new.is_dir() else [new]:
+            if file.is_file():
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+        with locked(place.parent, seconds=_SWAP_SECONDS):  # two writers of one folder swap one after the other
             if new.is_dir() and (place.is_dir() or place.is_symlink()):
                 place.rename(hidden / _OLD)
             new.replace(place)
@@ -166,38 +97,29 @@ def recover(path: Path) -> None:
 def _recover(place: Path) -> None:
     name = re.compile(rf"\.{re.escape(place.name)}\.[^.]+\.tmp")
     try:
-        found = [entry for entry in place.parent.iterdir() if name.fullmatch(entry.name)]
+        # A stranger may plant links, pipes and folders of the same name.
+        with os.scandir(place.parent) as entries:
+            found = [Path(entry) for entry in entries if name.fullmatch(entry.name) and _is_own_folder(entry)]
     except OSError:
         return  # no such folder, or no right to list the folder
-    for hidden in filter(_is_own_folder, found):
+    for hidden in found:
         # Wait for a running writer within its swap; leave a writer alone that still writes.
-        with locked(hidden, wait=(hidden / _OLD).exists()) as is_locked:
+        with locked(hidden, seconds=_SWAP_SECONDS if (hidden / _OLD).exists() else 0) as is_locked:
             if is_locked:
                 with contextlib.suppress(OSError):  # a reader may have no right to write
                     _clear(hidden, place)
 
 
-def _is_own_folder(hidden: Path) -> bool:
-    """Whether a hidden folder may be one of ours: a stranger may plant links, pipes and folders of the same name."""
-    try:
-        found = hidden.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+def _is_own_folder(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # its writer is done
+        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    return False
 
 
 def _clear(hidden: Path, place: Path) -> None:
-    """Remove a hidden folder, after the end of a swap that stopped between its renames; Ctrl-C waits for that."""
-    try:
-        _clear_once(hidden, place)
-    except KeyboardInterrupt:
-        _clear_once(hidden, place)
-        raise
-
-
-def _clear_once(hidden: Path, place: Path) -> None:
+    """Remove a hidden folder, after the end of a swap that stopped between its renames."""
     if (hidden / _OLD).exists():
-        with locked(place.parent, wait=True):  # within another writer's swap `place` is missing, which is no kill
+        with locked(place.parent, seconds=_SWAP_SECONDS):  # within another writer's swap `place` is missing
             if not place.exists():
                 # The old version goes aside only when the new one is whole.
                 (hidden / (_NEW if (hidden / _NEW).exists() else _OLD)).rename(place)
@@ -207,80 +129,66 @@ def _clear_once(hidden: Path, place: Path) -> None:
 
 
 @contextlib.contextmanager
-def _hidden_folder(place: Path) -> Iterator[Path]:
+def hidden_folder(place: Path) -> Iterator[Path]:
     """A locked folder beside `place`, removed at the end."""
     while True:
         # Named before it is made: Ctrl-C right after the making finds the name, and removes the folder.
         hidden = place.parent / f".{place.name}.{secrets.token_hex(8)}.tmp"
         try:
-            hidden.mkdir(mode=0o700)
-            with locked(hidden) as is_locked:
-                if is_locked is False:
-                    continue  # another process took the folder for an abandoned one before the lock
-                try:
-                    yield hidden
-                finally:
-                    _clear(hidden, place)
-                return
+            try:
+                hidden.mkdir(mode=0o700)
+                with locked(hidden) as is_locked:
+                    if is_locked is not False:  # else another process took the folder for an abandoned one
+                        yield hidden
+                        return
+            finally:
+                _clear(hidden, place)
         except KeyboardInterrupt:
-            _clear(hidden, place)
+            _clear(hidden, place)  # the first one may have been interrupted
             raise
 
 
 @contextlib.contextmanager
-def locked(
-    folder: Path, *, wait: bool = False, seconds: float | None = None, is_shared: bool = False
-) -> Iterator[bool | None]:
-    """True if this process holds the lock of the folder or file in the block; None on a file system without locks.
+def locked(path: Path, *, seconds: float = 0, is_shared: bool = False) -> Iterator[bool | None]:
+    """Whether this process holds the lock of the folder or file in the block; None on a file system without locks.
 
     A link is not followed, and a pipe is not waited for: False.
 
     Args:
-        folder: the folder or file, which exists.
-        wait: wait while another process holds the lock, and say so.
-        seconds: end of the wait; None: a minute.
+        path: the folder or file, which exists.
+        seconds: how long to wait, and say so, while another process holds the lock.
         is_shared: with other readers.
 
     Raises:
-        TimeoutError: another process has held the lock for too long.
+        TimeoutError: another process has held the lock for so long; without ``seconds`` the block runs with False.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         yield False  # gone, a link, or another user's
         return
     try:
-        kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-        yield _lock(descriptor, folder, kind, wait=wait, most=_LOCK_SECONDS if seconds is None else seconds)
+        yield _lock(descriptor, path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX, seconds)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path, kind: int, *, wait: bool, most: float) -> bool | None:
+def _lock(descriptor: int, path: Path, kind: int, seconds: float) -> bool | None:
     started, is_told = time.monotonic(), False
     while True:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             # Not of a folder that went, or was put in its place, before the lock.
-            return folder.exists() and os.path.samestat(os.fstat(descriptor), folder.lstat())
+            return path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat())
         except BlockingIOError:
-            if not wait:
+            if not seconds:
                 return False
         except OSError:
             return None
         waited = time.monotonic() - started
-        if waited > most:
-            raise TimeoutError(f"another process holds the lock of {folder}: end that process, and try again")
+        if waited > seconds:
+            raise TimeoutError(f"another process holds the lock of {path}: end that process, and try again")
         if waited > _LOCK_NOTICE and not is_told:
             is_told = True
-            print(f"waiting for another process that holds the lock of {folder}", file=sys.stderr)
+            print(f"waiting for another process that holds the lock of {path}", file=sys.stderr)
         time.sleep(0.01)
-
-
-def _force_to_disk(new: Path) -> None:
-    for file in [entry for entry in new.rglob("*") if entry.is_file()] if new.is_dir() else [new]:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -11,7 +11,7 @@
 
     options = read_options(ToyOptions, ["--config", "toy.yaml", "--top-k", "5"])
 
-jsonargparse does the work; here stand its arguments. ``x: bool = True`` is ``--x`` and ``--no-x``; a
+jsonargparse parses; the arguments for it are made here. ``x: bool = True`` is ``--x`` and ``--no-x``; a
 ``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a flag that may be repeated. Precedence: default < file
 of ``--config`` < flag that was given, in whatever order the words stand. ``--print-config`` prints all values as a file
 for ``--config``.
@@ -24,6 +24,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -46,7 +47,7 @@ class Options(Checked):
     common: ClassVar[tuple[str, ...]] = ()
     rare: ClassVar[tuple[str, ...]] = ()
     kept: ClassVar[str] = ""
-    are_flags: ClassVar[bool] = True  # those of SamplingParams too
+    prefix: ClassVar[str] = "--"  # of the fields of SamplingParams too
 
 
 _CONFIGS = Path(__file__).parent.parent / "configs"
@@ -104,22 +105,22 @@ def config_first(words: Sequence[str], command: str = "") -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     found, others = parser.parse_known_args(words)
-    return [f"--config={_config_file(name, command)}" for name in found.config] + others
+    shipped, files = _shipped_configs(command), []
+    for name in found.config:
+        is_path = not re.fullmatch(r"[\w.-]+", name) or name.endswith((".yaml", ".yml", ".json"))
+        if is_path or Path(name).exists():
+            files.append(f"--config={name}")
+        elif name in shipped:
+            files.append(f"--config={shipped[name]}")
+        else:
+            known = f", nor a configuration of the package: {', '.join(shipped)}" if shipped else ""
+            raise ValueError(f"--config {name} is no file{known}")
+    return files + others
 
 
 def _shipped_configs(command: str) -> dict[str, str]:
     """The package's files of a command by name."""
     return {file.stem: str(file) for file in sorted(_CONFIGS.glob(f"{command}/*.yaml"))}
-
-
-def _config_file(name: str, command: str) -> str:
-    shipped = _shipped_configs(command)
-    if not re.fullmatch(r"[\w.-]+", name) or name.endswith((".yaml", ".yml", ".json")) or Path(name).exists():
-        return name
-    if name not in shipped:
-        known = f", nor a configuration of the package: {', '.join(shipped)}" if shipped else ""
-        raise ValueError(f"--config {name} is no file{known}")
-    return shipped[name]
 
 
 def _dashed(word: str) -> str:
@@ -128,12 +129,13 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") and "." not in name else word
 
 
+@cache
 def limit_yaml() -> None:
     """Let jsonargparse read files and values within the limits of :mod:`drafter.utils.parse`."""
     import yaml
     from jsonargparse import get_loader, set_loader
 
-    yaml_load = getattr(get_loader("yaml"), "inner", get_loader("yaml"))  # a second call wraps nothing twice
+    yaml_load = get_loader("yaml")
 
     def load(text: str) -> Any:
         if len(text) > MAX_YAML_BYTES:
@@ -141,7 +143,6 @@ def limit_yaml() -> None:
         parse_yaml(text, "YAML")
         return yaml_load(text)
 
-    load.inner = yaml_load  # type: ignore[attr-defined]
     set_loader("yaml", load, (ValueError, yaml.YAMLError))  # the parser in C refuses some escapes more
 
 
@@ -185,32 +186,28 @@ def _parser(kind: type[Options], command: str) -> Any:
                 super().add_argument(action)
 
     limit_yaml()
-    description = re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip()
     needed = [
         f"{item.name.upper()} " if item.name == kind.positional else f"{flag_of(item.name)} {item.name.upper()} "
         for item in fields(kind)
         if item.default is MISSING and item.default_factory is MISSING
     ]
     parser = ArgumentParser(
-        prog=command, usage=f"{command} {''.join(needed)}[--flags]", description=description, exit_on_error=False,
-        allow_abbrev=False, print_config="--print-config", formatter_class=Help,
+        prog=command, usage=f"{command} {''.join(needed)}[--flags]", exit_on_error=False, allow_abbrev=False,
+        description=re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip(),
         epilog=f"Flags that seldom matter: {', '.join(map(flag_of, kind.rare))}." if kind.rare else None,
+        print_config="--print-config", formatter_class=Help,
     )  # fmt: skip
     shipped = ", ".join(_shipped_configs(command.rpartition(" ")[2]))
-    text = "YAML file of options; keys are the names of the flags" + (
-        f" (of the package: {shipped})" if shipped else ""
-    )
-    parser.add_argument("--config", action="config", help=text)
-    hints, texts = get_type_hints(kind), _texts(kind)
-    left = {item.name: item for item in fields(kind)}
-    titles: dict[str, Iterable[str]] = {"Common options": kind.common}
+    text = f" (of the package: {shipped})" if shipped else ""
+    parser.add_argument("--config", action="config", help=f"YAML file of options; keys are the flags' names{text}")
+    hints, texts, left = get_type_hints(kind), _texts(kind), {item.name: item for item in fields(kind)}
+    groups: dict[str, Iterable[str]] = {"Common options": kind.common}
     for base in kind.__mro__[1:]:
         title = inspect.cleandoc(base.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
-        titles[title] = vars(base).get("__annotations__", {})
-    for title, names in {**titles, "Other options": list(left)}.items():
-        own = [left.pop(name) for name in names if name in left]
+        groups[title] = vars(base).get("__annotations__", {})
+    for title, names in {**groups, "Other options": list(left)}.items():
         group = parser.add_argument_group(title)
-        for item in own:
+        for item in [left.pop(name) for name in names if name in left]:
             _add(group, kind, item, _plain(hints[item.name]), texts.get(item.name, ""))
     return parser
 

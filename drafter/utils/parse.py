@@ -1,7 +1,7 @@
 """Readers of files from other sources: JSON, YAML and lines of text.
 
-The limits stand here once. Whatever a file holds, a reader returns plain values within the limits, or raises one line
-that names the file, in a time and a memory that the limits bound.
+Whatever a file holds, a reader returns plain values within the limits, or raises one line that names the file, in a
+time and a memory that the limits bound.
 """
 
 import re
@@ -32,7 +32,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, as :func:`read_json`; ValueError as well for a file that holds no object."""
+    """The object of a JSON file; errors as of :func:`read_json`, and for a file that holds no object."""
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{path} must be a JSON object")
@@ -40,11 +40,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of JSON text.
+    """The value of JSON text in UTF-8, perhaps with a byte order mark, without halves of surrogate pairs.
 
-    Args:
-        data: UTF-8, perhaps with a byte order mark. The text holds no half of a surrogate pair.
-        where: for messages: the file, or the file and the line.
+    ``where``: the file, or the file and the line, for messages.
     """
     from pydantic_core import from_json  # limits the depth and the digits of a number; json does not
 
@@ -77,13 +75,9 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
         return yaml.load(text, Loader=Loader)  # noqa: S506
-    except RecursionError as error:
-        raise ValueError(f"{where}: nested too deep") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: broken YAML ({' '.join(str(error).split())})") from error
-    except Exception as error:
-        # Values with a tag of the wrong kind, such as `!!int ""`, raise errors of any type.
-        raise ValueError(f"{where}: broken YAML (a value does not fit its tag: {error})") from error
+    except Exception as error:  # of any type: for values that do not fit their tag, such as `!!int ""`
+        reason = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ValueError(f"{where}: broken YAML ({reason or type(error).__name__})") from error
 
 
 def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:

@@ -1,5 +1,7 @@
 """Origin of an output: a `run.json` beside every output of a command, so that the output can be reproduced.
 
+A run replaces what an earlier run wrote, as its record tells, and nothing else.
+
 Nothing here imports torch: versions come from package metadata, the GPU's name only when torch is loaded already.
 """
 
@@ -7,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from drafter import __version__
-from drafter.utils.io import is_stream, run_file, write_atomic
+from drafter.utils.io import hidden_folder, is_stream, write_atomic
+from drafter.utils.parse import read_json
 
 _PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors", "gguf")
 
@@ -41,17 +45,44 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
     }
 
 
-def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> Path:
-    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`; its path.
+def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> None:
+    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`.
 
     A file's record is written before the file, so that a later run knows the file as its own. A pipe has no record.
     """
-    path = run_file(output)
-    if is_stream(output):
-        return path
-    record = {"output": output.name, **run_record(seed=seed, settings=settings)}
-    write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", follows_links=False)
-    return path
+    if not is_stream(output):
+        record = {"output": output.name, **run_record(seed=seed, settings=settings)}
+        text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
+        write_atomic(_run_file(output), text, follows_links=False)
+
+
+def _run_file(output: Path) -> Path:
+    return output / "run.json" if output.is_dir() else output.with_suffix(".run.json")
+
+
+def check_output(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse, before the work, an output file that cannot be written or that holds something else.
+
+    An empty file may be replaced, and a file that an earlier run wrote: its run record names the file.
+
+    Raises:
+        ValueError: another file stands there and `overwrite` is not set.
+        OSError: a folder stands there, or the place is not writable.
+    """
+    if out.is_dir():
+        raise IsADirectoryError(f"--out {out} is a folder: name a file in it")
+    if is_stream(out):
+        return
+    if not overwrite and out.exists() and out.stat().st_size:
+        record: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            record = read_json(_run_file(out))
+        if not isinstance(record, dict) or record.get("output") != out.name:
+            raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or --overwrite")
+    place = out.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with hidden_folder(place):
+        pass
 
 
 def _git_revision() -> str | None:
@@ -60,10 +91,9 @@ def _git_revision() -> str | None:
     if not (folder / ".git").exists():
         return None
     words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-    try:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return None
 
 
 def _machine() -> dict[str, Any]:
@@ -83,6 +113,6 @@ def _machine() -> dict[str, Any]:
 def cpu_name() -> str:
     """Name of the processor; empty if the system does not report a name."""
     file = Path("/proc/cpuinfo")  # of Linux
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    found = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor()

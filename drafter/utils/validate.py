@@ -42,46 +42,36 @@ class Range(NamedTuple):
         )
 
 
-def seed_field() -> Any:
-    """A dataclass field for a seed, any 64-bit integer, signed or not; the default is 0."""
-    return within(0, low=-(2**63), high=2**64 - 1)
+SEED = {"low": -(2**63), "high": 2**64 - 1}  # limits of a seed: any 64-bit integer, signed or not
 
 
-def within(
-    default: Any, *, low: float | None = None, above: float | None = None, high: float = MOST, mend: str = ""
-) -> Any:
-    """A dataclass field with a range, for :func:`check_ranges` and the help; in a tuple each element has the range."""
-    return field(default=default, metadata={"range": Range(low, above, high, mend)})
+def within(default: Any, **limits: Any) -> Any:
+    """A dataclass field with a :class:`Range`, for checks and the help; in a tuple each element has the range."""
+    return field(default=default, metadata={"range": Range(**limits)})
 
 
 def range_of(kind: type, name: str) -> Range | None:
     """The range of a field. A class that redeclares the field with another default keeps the range."""
-    for base in kind.__mro__:
-        item = vars(base).get("__dataclass_fields__", {}).get(name)
-        if item is not None and "range" in item.metadata:
-            found: Range = item.metadata["range"]
-            return found
-    return None
+    declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in kind.__mro__)
+    return next((item.metadata["range"] for item in declared if item and "range" in item.metadata), None)
 
 
-def check_ranges(options: Any, prefix: str = "", *, are_flags: bool = True) -> None:
-    """Check every field of ``options`` that has a range; None stands for an open value.
+def check_ranges(options: Any, prefix: str = "--") -> None:
+    """Check every field of a dataclass that has a range; None stands for an open value.
 
     Args:
-        options: a dataclass.
-        prefix: part of the flag before the name of the field, such as ``model.optim.``.
-        are_flags: whether users know the fields as flags; otherwise as arguments of Python.
+        options: the dataclass.
+        prefix: what precedes a field's name in messages: nothing where users know the field as an argument of Python.
 
     Raises:
         ValueError: a value is out of range.
     """
     for item in fields(options):
         span, value = range_of(type(options), item.name), getattr(options, item.name)
-        if span is None or value is None:
-            continue
-        for single in value if isinstance(value, tuple | list) else (value,):
-            flag = f"--{prefix}{item.name}" if prefix else flag_of(item.name)
-            span.check(flag if are_flags else item.name, single)
+        if span is not None and value is not None:
+            name = flag_of(item.name) if prefix == "--" else prefix + item.name
+            for single in value if isinstance(value, tuple | list) else (value,):
+                span.check(name, single)
 
 
 @dataclass(frozen=True)
@@ -89,16 +79,13 @@ class Checked:
     """Base of settings whose ranges are checked on construction.
 
     A class with checks of its own calls ``super().__post_init__()`` in them, so that the options of a command, which
-    are the settings of several classes, run each check once.
-
-    Attributes:
-        are_flags: whether users know the fields as flags; otherwise as arguments of Python.
+    are the settings of several classes, run each check once. ``prefix`` is that of :func:`check_ranges`.
     """
 
-    are_flags: ClassVar[bool] = True
+    prefix: ClassVar[str] = "--"
 
     def __post_init__(self) -> None:
-        check_ranges(self, are_flags=self.are_flags)
+        check_ranges(self, self.prefix)
 
 
 def require_choice(name: str, value: object, choices: Sequence[str]) -> None:

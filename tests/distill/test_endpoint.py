@@ -4,6 +4,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, distill
 from tests.data.tiny import chat, write_jsonl
 from tests.distill.loopback import send, serving
+from tests.distill.test_local import rows_of
 
 Reply = tuple[int, object]
 
 
 def answer_of(body: dict) -> object:
+    """The text shows the prompt, and what an answer depends on."""
     text = f"{body['messages'][-1]['content']} {body['temperature']} {body['seed']}"
     return {"choices": [{"message": {"content": text}, "finish_reason": "length"}], "usage": {"completion_tokens": 7}}
 
@@ -38,7 +41,7 @@ class FakeServer:
         body = json.loads(data)
         self.bodies.append(body)
         status, payload = self.reply(body, self.counts[body["messages"][-1]["content"]])
-        send(handler, status, json.dumps(payload).encode(), Retry_After="0")
+        send(handler, status, json.dumps(payload).encode())
 
     @property
     def counts(self) -> Counter[str]:
@@ -72,9 +75,7 @@ def run(server: FakeServer, prompts: str, out: Path, concurrency: int = 4, **opt
 
 
 def answered(out: Path) -> dict[str, str]:
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["id"]: row["messages"][-1]["content"] for row in rows}
+    return {name: row["messages"][-1]["content"] for (name, _), row in rows_of(out).items()}
 
 
 def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_path: Path, monkeypatch) -> None:
@@ -95,13 +96,6 @@ def test_every_prompt_is_answered_once(server: FakeServer, prompts: str, tmp_pat
 def test_addresses() -> None:
     for suffix in ("", "/", "/v1", "/v1/", "/v1/chat/completions"):
         assert Endpoint("http://host:1" + suffix, "m").chat_url == "http://host:1/v1/chat/completions"
-    for url, model, message in (
-        ("file:///etc/passwd", "m", "must be an http or https address"),
-        ("http://me:hush@host", "m", "^--endpoint holds a user name or a password: [^@]*$"),
-        ("http://host", "", "needs --model"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Endpoint(url, model)
 
 
 def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path) -> None:
@@ -146,13 +140,17 @@ def test_refused_prompts_are_counted_and_asked_again(server: FakeServer, prompts
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
         distill(Endpoint(server.url, "m"), "magpie", tmp_path / "o.jsonl", num_prompts=3)
-    for others, reason in (
-        ({}, "no model answers"),
-        ({"endpoint": "http://a", "target": "t", "drafter": "d"}, "http://a: the server answers, so leave --drafter"),
-        ({"endpoint": "http://a", "ray": "auto"}, "http://a: the server answers"),
+    of_server: dict = {"out": tmp_path / "o.jsonl", "endpoint": "http://a"}
+    for make, reason in (
+        (partial(DistillOptions, out=tmp_path / "o.jsonl"), "no model answers"),
+        (partial(DistillOptions, **of_server, target="t", drafter="d"), "a: the server answers, so leave --drafter"),
+        (partial(DistillOptions, **of_server, ray="auto"), "http://a: the server answers"),
+        (partial(Endpoint, "file:///etc/passwd", "m"), "must be an http or https address"),
+        (partial(Endpoint, "http://me:hush@host", "m"), "^--endpoint holds a user name or a password: [^@]*$"),
+        (partial(Endpoint, "http://host", ""), "needs --model"),
     ):
         with pytest.raises(ValueError, match=reason):
-            DistillOptions(out=tmp_path / "o.jsonl", **others)
+            make()
     assert not server.bodies
     run(server, prompts, tmp_path / "o.jsonl")
     with pytest.raises(ValueError, match="written with endpoint_model = 'tiny', now it is 'm'"):

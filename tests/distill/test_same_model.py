@@ -15,7 +15,6 @@ from drafter.distill.same_model import Comparison, compare_models
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import wrap_model
-from drafter.utils.client import Client
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
 from tests.distill.test_endpoint import FakeServer, answer_of, prompts, server
 from tests.serving.live import Live, live_server
@@ -37,7 +36,7 @@ def plain_engine(template: str = CHAT_TEMPLATE, noise: float = 0.0) -> Engine:
 
 
 def compare(live: Live) -> Comparison:
-    return compare_models(Client(live.url), "tiny", tiny_target(), PROMPTS)
+    return compare_models(Endpoint(live.url, "tiny"), tiny_target(), PROMPTS)
 
 
 def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,7 @@ def test_ids_outside_the_vocabulary_are_one_line(server: FakeServer) -> None:
     choice = {"message": {"content": "x"}, "token_ids": [10**8], "finish_reason": "stop"}
     server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]})
     with pytest.raises(ValueError, match="token id 100000000 is outside the target's vocabulary of"):
-        compare_models(Client(server.url), "tiny", tiny_target(), PROMPTS)
+        compare_models(Endpoint(server.url, "tiny"), tiny_target(), PROMPTS)
 
 
 def test_rows_hold_the_engines_own_tokens(prompts: str, tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_a_server_without_the_field_is_asked_once(server: FakeServer, prompts: s
     assert report.num_new == 12 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in server.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
-    assert compare_models(Client(server.url), "tiny", tiny_target(), PROMPTS) == Comparison(0, [], False)
+    assert compare_models(Endpoint(server.url, "tiny"), tiny_target(), PROMPTS) == Comparison(0, [], False)
 
 
 @pytest.mark.parametrize("part", [{"reasoning": "Let me look."}, {"reasoning_content": "Hm."}, {"tool_calls": [{}]}])

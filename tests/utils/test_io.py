@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from drafter.utils import io
-from drafter.utils.io import append, check_output, is_stream, recover, replacing, write_atomic
-from drafter.utils.provenance import write_run_record
+from drafter.utils.io import append, is_stream, recover, replacing, write_atomic
+from drafter.utils.provenance import check_output, write_run_record
 
 
 def hidden(folder: Path) -> list[str]:
@@ -169,7 +169,7 @@ def test_a_wait_for_a_lock_says_so_and_ends(
 ) -> None:
     """Any reader of a folder may hold its lock."""
     monkeypatch.setattr(io, "_LOCK_NOTICE", 0.0)
-    monkeypatch.setattr(io, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(io, "_SWAP_SECONDS", 0.1)
     write_folder(tmp_path / "out", "old")
     with io.locked(tmp_path), pytest.raises(TimeoutError, match="holds the lock"):
         write_folder(tmp_path / "out", "new")

@@ -72,17 +72,6 @@ def test_words_become_values(words: list[str], name: str, value: object) -> None
         (["a", "--out", "o", "--kind", "tre"], "Literal['chain', 'tree']. Got value: tre"),
         (["a", "--out", "o", "--sizes", "4,0"], "--sizes is 0 but must be an integer from 1 to"),
         (["--config", "none.yaml"], "none.yaml"),
-    ],
-)
-def test_wrong_words_are_refused_by_name(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as found:
-        read_options(Toy, words, "drafter toy")
-    assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("kid: tree", "'kid' is not accepted"),
         ("top_k: null", "top_k is null but needs a value"),
         ("tag: [true]", "[True] is no str or a list"),
@@ -93,11 +82,12 @@ def test_wrong_words_are_refused_by_name(words: list[str], message: str) -> None
         ("x: " + "a" * (1 << 20), "larger than 1,048,576 bytes"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "toy.yaml"
-    file.write_text(text)
+def test_wrong_words_and_files_are_refused_by_name(tmp_path: Path, words: list[str] | str, message: str) -> None:
+    if isinstance(words, str):
+        (tmp_path / "toy.yaml").write_text(words)
+        words = ["in.txt", "--out", "o", "--config", str(tmp_path / "toy.yaml")]
     with pytest.raises(ValueError, match=re.escape(message)) as found:
-        read("--config", str(file))
+        read_options(Toy, words, "drafter toy")
     assert "\n" not in str(found.value)
 
 
