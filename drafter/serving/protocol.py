@@ -34,6 +34,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "reasoning_effort": ("none",),
     "presence_penalty": (0,), "frequency_penalty": (0,), "min_tokens": (0,), "no_repeat_ngram_size": (0,),
     "best_of": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "repeat_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "n_probs": (0,), "dynatemp_range": (0,),
+    "dry_multiplier": (0,), "xtc_probability": (0,),
     "echo": (False,), "use_beam_search": (False,), "early_stopping": (False,), "continue_final_message": (False,),
     "include_stop_str_in_output": (False,), "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_special_tokens": (True,),
