@@ -17,7 +17,7 @@ from drafter.utils.io import first_line, recover
 from drafter.utils.parse import validated
 
 _PREFIX = "drafter."  # of the drafter's tensors in the state dict of DrafterModule
-_SHAPE = ("vocab_size", "hidden_size", "context", "head", "num_res_blocks", "block_rank", "draft_vocab_size")
+_NO_SHAPE = {"draft_length", "hidden_scale", "embedding_scale", "target_name", "target_revision", "target_fingerprint"}
 
 
 class _Content(TypedDict):
@@ -79,5 +79,6 @@ def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
 
 def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config on which the shapes of the weights, and the time of a drafting step, depend."""
-    found = {name: config.get(name) for name in _SHAPE}
-    return found | {"context_layers": list(config.get("context_layers") or ())}
+    names = DrafterConfig.__annotations__.keys() - _NO_SHAPE
+    found = {name: config.get(name, getattr(DrafterConfig, name)) for name in names}
+    return found | {"context_layers": list(found["context_layers"] or ())}

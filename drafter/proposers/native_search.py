@@ -15,13 +15,13 @@ from torch import Tensor
 from drafter.decoding.proposer import RowState
 from drafter.decoding.tree import NodeList
 from drafter.kernels import native
-from drafter.models.drafter import RecurrentDrafter
+from drafter.models.drafter import RecurrentDrafter, RnnCell
 from drafter.targets.target import Target
 
 
 def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
     """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
-    is_here = drafter.is_packed and native.takes(drafter.draft_token_ids_R)
+    is_here = drafter.is_packed and native.takes(drafter.draft_token_ids_R) and type(drafter.cell) is RnnCell
     return is_here and width <= native.MOST_BEAMS and tau == 1.0
 
 
