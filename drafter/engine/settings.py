@@ -227,10 +227,12 @@ def resolve(
     cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
     max_num_seqs = config.max_num_seqs or Plan.max_num_seqs
     is_live = method == "drafter" and is_open and target.device.type == "cpu"
-    is_large = max_num_seqs * _TREES[0]["tree_size"] <= cheap
-    default = (
-        _TREES[0] if is_large else next(tree for tree in _TREES[1:] if is_live or tree["tree_size"] <= max(cheap, 2))
-    )
+    if method == "drafter" and target.device.type == "cpu":
+        default = _TREES[1]
+    elif max_num_seqs * _TREES[0]["tree_size"] <= cheap:
+        default = _TREES[0]
+    else:
+        default = next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
     drafting = way.choose(config, default, drafter)
     text = ", ".join(part for part in (method, drafting.describe()) if part)
     if drafting.has_tree and is_open:

@@ -18,7 +18,7 @@ from torch import Tensor
 _TILE = 4096  # tokens that a program holds at a time
 _NOISE_TILE = 1024
 # One compiled kernel serves every batch and tree: Triton would compile anew for sizes and addresses that 16 divides.
-_SIZES = ["num_nodes", "num_positions", "num_tokens", "row_stride", "stream"]
+_SIZES = ["num_nodes", "num_positions", "num_tokens", "row_stride", "stream_id"]  # Triton takes no argument `stream`
 _BY_ROW = ["seed", "length", "position", "depth", "temperature", "top_k", "top_p", "min_p"]
 _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 12}  # low bits that are 0 in the float32 of such a number
 
@@ -52,7 +52,7 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream:
     return _launch(
         _noise_kernel, (position_BT.numel(), triton.cdiv(num_tokens, _NOISE_TILE)), noise_BTM,
         seed_B, position_BT, token_ids, num_positions=position_BT.shape[1], num_tokens=num_tokens,
-        row_stride=num_tokens if token_ids.dim() > 1 else 0, stream=stream + 1, TILE=_NOISE_TILE,
+        row_stride=num_tokens if token_ids.dim() > 1 else 0, stream_id=stream + 1, TILE=_NOISE_TILE,
     )  # fmt: skip
 
 
@@ -186,10 +186,12 @@ def _scores(logits, first, scale, threshold, size: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_BY_ROW)
-def _noise_kernel(noise, seed, position, token_ids, num_positions, num_tokens, row_stride, stream, TILE: tl.constexpr):
+def _noise_kernel(
+    noise, seed, position, token_ids, num_positions, num_tokens, row_stride, stream_id, TILE: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64)
     row = place // num_positions
-    start = _start(tl.load(seed + row), tl.load(position + place), tl.full((), 0, tl.int64) + stream)
+    start = _start(tl.load(seed + row), tl.load(position + place), tl.full((), 0, tl.int64) + stream_id)
     listed = tl.program_id(1) * TILE + tl.arange(0, TILE)
     token = tl.load(token_ids + row * row_stride + listed, mask=listed < num_tokens, other=0)
     tl.store(noise + place * num_tokens + listed, _gumbel(_word(start, token)), mask=listed < num_tokens)
