@@ -153,14 +153,12 @@ def _figures(answer: "Request") -> str:
     )
 
 
-def _answer_all(
-    engine: "Engine", options: DecodeOptions, prompts: "Sequence[Prompt]", label: str = "Decoding"
-) -> list["Request"]:
+def _answer_all(engine: "Engine", options: DecodeOptions, prompts: "Sequence[Prompt]") -> list["Request"]:
     """The answers in the order of the prompts, with a bar."""
     from tqdm import tqdm
 
     done: dict[int, Request] = {}
-    with tqdm(total=len(prompts), desc=label, unit="prompt") as bar:
+    with tqdm(total=len(prompts), desc="Decoding", unit="prompt") as bar:
         for event in engine.stream(prompts, options, raw=options.raw):
             if event.completion is not None:
                 done[event.index] = event.completion
@@ -188,18 +186,30 @@ def _line_of(row: "Row", answer: "Request") -> str:
 def _compare(
     drafting: "Engine", options: DecodeOptions, asked: "Sequence[Row]", prompts: "Sequence[Prompt]"
 ) -> list["Request"]:
-    """The answers of the engine, and a table on the screen: plain decoding and the engine on the same prompts."""
+    """The answers of the engine, and a table on the screen: plain decoding and the engine on the same prompts.
+
+    Both take turns, prompts after prompts: the speed of a machine drifts within a minute.
+    """
+    from tqdm import tqdm
+
     from drafter.engine.engine import Engine
+    from drafter.engine.request import encode_prompts
 
     target, plan = drafting.target, drafting.plan
     plain_config = EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile)
-    answers, seconds = [], []
-    for is_plain in (True, False):
-        engine = Engine(target, config=plain_config) if is_plain else drafting
-        engine.generate(prompts[:1], replace(options, max_new_tokens=_WARM_UP_TOKENS), raw=options.raw)
-        start = time.perf_counter()
-        answers.append(_answer_all(engine, options, prompts, label=f"{engine.plan.method:>14}"))
-        seconds.append(time.perf_counter() - start)
+    engines = Engine(target, config=plain_config), drafting
+    encoded = encode_prompts(target, prompts, raw=options.raw)
+    longest = min(max(map(len, encoded)) + options.max_new_tokens, target.max_length)
+    for engine in engines:
+        engine.reserve(longest + engine.proposer.num_nodes)
+        engine.generate(encoded[:1], replace(options, max_new_tokens=_WARM_UP_TOKENS))
+    answers: tuple[list[Request], list[Request]] = ([], [])
+    seconds = [0.0, 0.0]
+    for first in tqdm(range(0, len(encoded), plan.max_num_seqs), desc=f"none, {plan.method}"):
+        for number, engine in enumerate(engines):
+            start = time.perf_counter()
+            answers[number].extend(engine.generate(encoded[first : first + plan.max_num_seqs], options))
+            seconds[number] += time.perf_counter() - start
     rows, verdicts = [], []
     plain, drafted = answers
     for row, one, other in zip(asked, plain, drafted, strict=True):

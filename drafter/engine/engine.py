@@ -62,7 +62,7 @@ class Engine:
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
         if sizer is not None:
-            plan = replace(plan, tuned=None, is_live=False, max_drafted_rows=None)  # both belong to the plan's own tree
+            plan = replace(plan, tuned=None, is_live=False, max_drafted_rows=None)  # they are about the plan's trees
         elif plan.tuned is not None:
             sizer = TreeSizer(read_tuned(Path(plan.tuned)).plans)
         elif plan.is_live:

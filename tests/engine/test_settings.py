@@ -15,6 +15,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.proposers.options import METHODS, Way
 from drafter.runtimes.base import Traits
+from drafter.runtimes.torch import TorchRuntime
 from drafter.utils.validate import Range
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
@@ -57,6 +58,12 @@ def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tup
     tree = (drafting.beam_width, drafting.draft_length) if plan.method == "drafter" else None
     assert (plan.method, tree, drafting.tree_size, plan.max_drafted_rows) == wanted
     assert plan.dtype == ("float32" if device == "cpu" else "bfloat16") and plan.compile == (device == "cuda")
+
+
+def test_few_cheap_tokens_refuse_no_tree_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchRuntime, "traits", shared_target().traits._replace(cheap_tokens=2))  # as with AVX2
+    drafting: Any = on("cpu", "drafter", tree_size=12).drafting
+    assert (drafting.beam_width, drafting.draft_length, drafting.tree_size) == (4, 3, 12)
 
 
 @pytest.mark.parametrize(

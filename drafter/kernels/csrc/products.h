@@ -51,17 +51,17 @@ static void place(const Rows& to, int n, const float* x, long padded_inputs, boo
 struct InF32 {
   static constexpr int BYTES = 4;  // of a weight
   static constexpr bool IS_PAIRED = false;
-  template <int I> INLINE F input(const char* w, long k) { return load((const float*)(w + 64 * (k + I))); }
+  template <int ODD> INLINE F input(const char* w, long k) { return load((const float*)(w + 64 * (k + ODD))); }
 };
 struct InF16 {
   static constexpr int BYTES = 2;
   static constexpr bool IS_PAIRED = false;
-  template <int I> INLINE F input(const char* w, long k) { return half((const uint16_t*)(w + 32 * (k + I))); }
+  template <int ODD> INLINE F input(const char* w, long k) { return half((const uint16_t*)(w + 32 * (k + ODD))); }
 };
 struct InBF16 {
   static constexpr int BYTES = 2;
   static constexpr bool IS_PAIRED = true;
-  template <int I> INLINE F input(const char* w, long k) { const ::STEP::I v = load((const void*)(w + 32 * k)); return bits((I ? pinned(v >> 16) : v) << 16); }  // a mask would take a register
+  template <int ODD> INLINE F input(const char* w, long k) { const I v = load((const void*)(w + 32 * k)); return bits((ODD ? pinned(v >> 16) : v) << 16); }  // a mask would take a register
 };
 template <class T> constexpr int strip_bytes() { return T::BYTES * LANES * (T::IS_PAIRED ? 2 : 1); }
 
