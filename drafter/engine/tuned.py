@@ -4,9 +4,10 @@ The choice changes the speed of decoding and no token.
 """
 
 import hashlib
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -26,13 +27,13 @@ SCHEMA: Literal["drafter-tuned/1"] = "drafter-tuned/1"
 Size = Annotated[int, Field(ge=1, le=4096)]  # a number of a tree in a file
 
 _WINDOW = 128  # row-steps in the exponential average of acceptance
-_PRIOR = 16.0  # weight of the calibration in that average, in drafted tokens
 _MEMORY = 2048  # plain steps in which most of a bad acceptance is forgotten, so that a tree is tried again
 _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
-_TRIAL_STEPS = 4  # steps of a trial of a tree
+_NUM_FIRST = 2  # trees that are tried at the beginning
+_TRIAL_STEPS = 3  # steps of a trial of a tree
 _TRIAL_COST = 0.003  # of the time, for the trials of each tree
 _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if it lost so much
-_TIMES_KEPT = 9  # durations whose median counts
+_TIMES = 9  # durations whose median counts
 
 
 class Tree(NamedTuple):
@@ -174,6 +175,8 @@ class TreeSizer:
         trees: all trees that the sizer may choose, plain decoding included.
     """
 
+    calibration_weight = 16.0  # in drafted tokens
+
     def __init__(self, plans: Sequence[RowPlan]) -> None:
         self._plans = plans
         self.trees = list(dict.fromkeys([PLAIN, *(choice.tree for plan in plans for choice in plan.choices)]))
@@ -183,7 +186,7 @@ class TreeSizer:
         """Forget all observations: start again with the acceptance of the calibration."""
         self._kept = 0.0
         self._expected = 0.0
-        self._prior = _PRIOR
+        self._prior = self.calibration_weight
         self._present: MeasuredTree | None = None
 
     @property
@@ -205,7 +208,7 @@ class TreeSizer:
         self._present = best if is_clear else present
         if self._present.tree.is_plain:
             self._fade(1 - 1 / _MEMORY)
-            self._prior += (_PRIOR - self._prior) / _MEMORY
+            self._prior += (self.calibration_weight - self._prior) / _MEMORY
         return self._present.tree
 
     def _plan_for(self, num_rows: int) -> RowPlan | None:
@@ -227,65 +230,81 @@ class TreeSizer:
         self._expected *= keep
 
 
+@dataclass
+class _Trials:
+    """What an engine knows of its trees at one number of rows: their latest step times, and the step of the last use.
+
+    ``plan`` holds the trees that were tried, with the medians of their times.
+    """
+
+    plan: RowPlan
+    seconds: defaultdict[Tree, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=_TIMES)))
+    used: dict[Tree, int] = field(default_factory=dict)
+
+
 class LiveSizer(TreeSizer):
     """Sizes trees by the steps of this engine alone, where nothing was measured before.
 
-    Each tree is tried for a few steps, and the fastest one goes on. The others are tried again, a slow one more seldom
-    than a fast one: the trials of a tree cost at most ``_TRIAL_COST`` of the time.
+    The first two trees are tried for a few steps each, and the faster one goes on. Another tree is tried first where
+    the next larger or smaller tree is the fastest; a tree that was tried is tried again, a slow one more seldom than a
+    fast one, so that its trials cost at most ``_TRIAL_COST`` of the time.
 
     Args:
-        expected: tokens per step of a usual drafter with each tree, plain decoding included. The first tree is tried
-            first.
+        expected: tokens per step of a usual drafter with each tree, plain decoding included.
     """
 
+    calibration_weight = 8.0  # a guess about drafters weighs less than a measurement of one
+
     def __init__(self, expected: Mapping[Tree, float]) -> None:
-        super().__init__([RowPlan(1, tuple(MeasuredTree(*tree, number, 1.0) for tree, number in expected.items()))])
-        # By bucket of rows: the latest durations of the steps of each tree.
-        self._seconds_of: dict[int, dict[Tree, deque[float]]] = {}
-        self._used: Counter[tuple[int, Tree]] = Counter()  # the latest step with a tree
+        self._choices = {tree: MeasuredTree(*tree, number, 1.0) for tree, number in expected.items()}
+        super().__init__([RowPlan(1, tuple(self._choices.values()))])
+        self._by_size = sorted(self.trees, key=lambda tree: tree.tree_size)
+        self._trials_of: dict[int, _Trials] = {}  # by bucket of rows
         self._num_steps = self._num_left = self._rows = 0
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows: the fastest, or a tree on trial."""
         self._num_steps += 1
         is_same, self._rows = bucket(num_rows) == self._rows, bucket(num_rows)
-        self._seconds_of.setdefault(self._rows, {tree: deque(maxlen=_TIMES_KEPT) for tree in self.trees})
+        trials = self._trials_of.setdefault(self._rows, _Trials(RowPlan(num_rows, ())))
         self._num_left = self._num_left - 1 if is_same else 0
-        if self._num_left <= 0 or self._present is None:
-            on_trial = self._due()
-            if on_trial is None:
-                tree = super().choose(num_rows)
-            else:
-                self._present, self._num_left, tree = on_trial, _TRIAL_STEPS, on_trial.tree
-        else:
+        if self._num_left > 0 and self._present is not None:
             tree = self._present.tree
-        self._used[self._rows, tree] = self._num_steps
+        elif (due := self._due(trials)) is not None:
+            self._present, self._num_left, tree = self._choices[due], _TRIAL_STEPS, due
+        else:
+            tree = super().choose(num_rows)
+        trials.used[tree] = self._num_steps
         return tree
 
     def observe(self, num_accepted: Sequence[int], seconds: float) -> None:
-        """As of the base class; the duration of the step counts as well."""
+        """Learn as the base class does, and from the duration of the step."""
         assert self._present is not None
-        self._seconds_of[self._rows][self._present.tree].append(seconds)
+        trials, tree = self._trials_of[self._rows], self._present.tree
+        trials.seconds[tree].append(seconds)
+        timed = replace(self._choices[tree], step_seconds=median(trials.seconds[tree]))
+        others = (choice for choice in trials.plan.choices if choice.tree != tree)
+        trials.plan = replace(trials.plan, choices=(*others, timed))
         super().observe(num_accepted, seconds)
 
-    def _due(self) -> MeasuredTree | None:
-        """The tree whose next trial begins now."""
-        seconds_of = self._seconds_of[self._rows]
-        (plan,) = self._plans
-        if (untried := next((each for each in plan.choices if not seconds_of[each.tree]), None)) is not None:
-            return untried
-        plan = self._plan_for(self._rows)
-        best = plan.best(self.ratio).rate(self.ratio)
-        for each in plan.choices:
-            loss = max(best / each.rate(self.ratio) - 1, _LEAST_LOSS)
-            if self._num_steps - self._used[self._rows, each.tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
-                return each
+    def _due(self, trials: _Trials) -> Tree | None:
+        """The tree whose trial begins now."""
+        choices, ratio = trials.plan.choices, self.ratio
+        if len(choices) < _NUM_FIRST:
+            return next(tree for tree in self._choices if tree not in trials.used)
+        best = trials.plan.best(ratio)
+        place = self._by_size.index(best.tree)
+        for tree in self._by_size[max(place - 1, 0) : place + 2]:
+            if tree not in trials.used:
+                return tree
+        for choice in choices:
+            loss = max(best.rate(ratio) / choice.rate(ratio) - 1, _LEAST_LOSS)
+            if self._num_steps - trials.used[choice.tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
+                return choice.tree
         return None
 
     def _plan_for(self, num_rows: int) -> RowPlan:
-        (plan,), seconds_of = self._plans, self._seconds_of[self._rows]
-        timed = (replace(each, step_seconds=median(seconds_of[each.tree])) for each in plan.choices)
-        return RowPlan(num_rows, tuple(timed))
+        return self._trials_of[self._rows].plan
 
 
 def device_name(target: Target) -> str:

@@ -178,7 +178,7 @@ def test_without_measurements_the_fastest_steps_win_and_cost_no_more_than_plain_
     kept = {tree: number - 1 for tree, number in LIVE_TREES.items()}
     sizer = LiveSizer(LIVE_TREES)
     seen = _drive(sizer, 4000, kept, seconds_of)
-    assert set(seen[:20]) == set(LIVE_TREES), "each is tried at the beginning"
+    assert {PLAIN, FOUR} <= set(seen[:10]) and (EIGHT in seen) == (wanted == EIGHT), "no step of a tree that cannot pay"
     assert Counter(seen[20:])[wanted] / len(seen[20:]) > 0.85
     best = (1 + kept[wanted]) / seconds_of[wanted]
     assert sum(1 + kept[tree] for tree in seen) / sum(seconds_of[tree] for tree in seen) > 0.98 * best
@@ -191,7 +191,7 @@ def test_an_engine_on_a_cpu_sizes_its_trees_by_its_own_steps() -> None:
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2))
     assert isinstance(engine._sizer, LiveSizer) and engine.plan.is_live
     assert_lossless(engine, requests(12, seed=3))
-    assert {tree for _, tree in engine._sizer._used} == set(LIVE_TREES)
+    assert {PLAIN, FOUR} <= set(engine._sizer._trials_of[2].used)
 
 
 def test_switching_trees_between_steps_changes_no_token() -> None:
