@@ -92,11 +92,11 @@ struct SearchCall {
     auto product = [&](const Matrix& m, float* to) { const Product p{&m, to}; multiply(step, w, &p, 1, m.outputs); };
     auto narrow = [&](const Matrix& m, const Matrix* consumer) {  // a product whose outputs are the next inputs
       product(m, w.y);
-      step.share(N, 1, [&](int n) { memcpy(w.row(n), w.y + (long)n * m.outputs, 4l * m.outputs); w.close(n, m.outputs, consumer, 1); });
+      step.share(N, w.input.rows, [&](int n) { memcpy(w.row(n), w.y + (long)n * m.outputs, 4l * m.outputs); w.close(n, m.outputs, consumer, 1); });
     };
-    step.share(N, 1, [&](int n) { embed(w, side, n); });
+    step.share(N, w.input.rows, [&](int n) { embed(w, side, n); });
     product(d.cell, w.y);
-    step.share(N, 1, [&](int n) {
+    step.share(N, w.input.rows, [&](int n) {
       float *state = side.states + (long)n * D, *x = streams + (long)n * E;
       silu(w.y + (long)n * D, D, state);
       memcpy(x, s.hidden + (long)(n / each) * D, 4l * D); memcpy(x + D, state, 4l * D);
@@ -105,7 +105,7 @@ struct SearchCall {
     for (int b = 0; b < d.num_blocks; b++) {
       if (d.down) narrow(d.down[b], d.blocks + b);
       product(d.blocks[b], w.y);
-      step.share(N, 1, [&](int n) {
+      step.share(N, w.input.rows, [&](int n) {
         float *y = w.y + (long)n * E, *x = streams + (long)n * E;
         silu(y, E, y);
         for (int k = 0; k < E; k++) x[k] += y[k];
