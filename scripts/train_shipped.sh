@@ -5,15 +5,19 @@
 # round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
 # tokens per step are measured: acceptance-ROUND.jsonl are the curve. The last copy goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
+# START: a drafter whose weights the first round goes on from (default: new weights). FIRST: number of the first round
+# (default: 1), which decides its prompts: on another machine, go on with numbers that were not used.
 # WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 3 GB. OUT: folder of the drafter.
 # EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
 # conversations for each round, 1.jsonl.gz ..., to learn beside the answers (default: none).
 set -euo pipefail
-rounds=${1:-8}
-if ! [[ $rounds =~ ^[1-9][0-9]*$ ]]; then
-    echo "ROUNDS is '$rounds' but must be a positive number" >&2
-    exit 2
-fi
+rounds=${1:-8} first=${FIRST:-1} start=${START:-}
+for number in "$rounds" "$first"; do
+    if ! [[ $number =~ ^[1-9][0-9]*$ ]]; then
+        echo "ROUNDS and FIRST must be positive numbers, but one is '$number'" >&2
+        exit 2
+    fi
+done
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 use_venv
@@ -55,31 +59,33 @@ measure() {
         "W28 L5 N64" --copying "${@:2}" --results "$work/acceptance-$1.jsonl"
 }
 
-start=
-for round in $(seq "$rounds"); do
+last=$((first + rounds - 1))
+for round in $(seq "$first" "$last"); do
     stage "answers-$round" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
         --exclude "$exclude" --num-answers 2 --temperature 0,0.7 --max-new-tokens 320 --max-num-seqs 64 --seed "$round" \
         --out "$work/answers-$round.jsonl"
     stage "round-$round" learn "round-$round" "$round" "$start" --trainer.max_epochs "${EPOCHS:-3}" \
-        --model.optim.decay_share 0 --model.optim.warmup_steps $((round == 1 ? 100 : 15))
+        --model.optim.decay_share 0 --model.optim.warmup_steps "$([ -n "$start" ] && echo 15 || echo 100)"
     start="$work/round-$round/drafter"
-    if ((round == rounds || (round & (round - 1)) == 0)); then
+    done=$((round - first + 1))
+    if ((round == last || (done & (done - 1)) == 0)); then
         stage "fall-$round" learn "fall-$round" "$round" "$start" --trainer.max_epochs 2 --model.optim.decay_share 1 \
             --model.optim.warmup_steps 0
         copying=off
-        if ((round == rounds)); then copying="off on"; fi
+        if ((round == last)); then copying="off on"; fi
         stage "measure-$round" measure "$round" $copying
     fi
     rm -rf "$work/states-$round"
 done
 
-drafter export "$work/fall-$rounds/checkpoints/last.ckpt" --out "$out"
-python - "$work" "$rounds" >> "$out/README.md" << 'CARD'
+drafter export "$work/fall-$last/checkpoints/last.ckpt" --out "$out"
+python - "$work" "$first" "$last" "${START:-}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
 
-work, rounds = Path(sys.argv[1]), int(sys.argv[2])
-print(f"\n## How it was made\n\n`scripts/train_shipped.sh {rounds}`, from invented prompts alone. The last fall began at the weights of all rounds.\n")
+work, first, last, start = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+begin = f"from the weights of `{start}`" if start else "from new weights"
+print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts alone. The last fall began at the weights of all rounds.\n")
 print("| stage | core-hours and result |\n|---|---|")
 for line in (work / "log").read_text().splitlines():
     name, _, result = line.partition(": ")
@@ -87,7 +93,7 @@ for line in (work / "log").read_text().splitlines():
         print(f"| {name} | {result} |")
 print("\n## How good it is\n\nGreedy, float32, tokens per step, after the rounds named, with and without copies from the text:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
-for number in range(1, rounds + 1):
+for number in range(first, last + 1):
     file = work / f"acceptance-{number}.jsonl"
     for row in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
         cells = [row[name] for name in ("beam_width", "draft_length", "tree_size", "copying", "tokens_per_step")]
