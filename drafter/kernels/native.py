@@ -108,6 +108,19 @@ class Drafter(_Structure):
     ]  # fmt: skip
 
 
+class Sampling(_Structure):
+    """How rows sample: temperature, top_k, top_p, min_p and seed, each [B]; a row with temperature 0 is greedy."""
+
+    _fields_ = [(name, _address) for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
+
+    @classmethod
+    def of(cls, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, seed_B: Tensor) -> "Any":
+        """The structure over tensors: float32, int64, float32, float32, int64."""
+        given = temperature_B.float(), top_k_B.long(), top_p_B.float(), min_p_B.float(), seed_B.long()
+        given = tuple(each.contiguous() for each in given)
+        return cls(*(each.data_ptr() for each in given)).keep(*given)
+
+
 class Search(_Structure):
     """A beam search of some rows, and where its nodes go."""
 
@@ -115,6 +128,7 @@ class Search(_Structure):
         ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
         ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", _long),
         ("token", _address), ("parent", _address), ("score", _address),
+        ("sampling", ctypes.POINTER(Sampling)), ("noise_weight", _float),
     ]  # fmt: skip
 
 
@@ -133,7 +147,7 @@ def library() -> ctypes.CDLL | None:
     found.block_bytes.restype = _long
     found.instructions.restype = ctypes.c_char_p
     found.noise.argtypes = [_int, _int, _long, _long, _address, _address, _address, _long, _address]
-    found.pick.argtypes = [_int, _int, _long] + [_address] * 5
+    found.pick.argtypes = [_int, _int, _long, _address, ctypes.POINTER(Sampling), _address, _address]
     found.pack_nodes.argtypes = [_int] * 3 + [_address] * 9
     found.accept_picks.argtypes = [_int] * 3 + [_address] * 7
     return found
@@ -211,12 +225,12 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream:
     return noise_BTX
 
 
-def pick(logits_BNV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_BN: Tensor) -> Tensor:
-    """argmax(logits / temperature + noise), int64 [B, N]; without noise where the temperature is 0."""
+def pick(logits_BNV: Tensor, sampling: Sampling, position_BN: Tensor) -> Tensor:
+    """See :func:`drafter.decoding.sampling.pick_nodes`: int64 [B, N]. Filtered rows hash kept tokens alone."""
     pick_BN = torch.empty(position_BN.shape, dtype=torch.int64)
-    given = [logits_BNV.float(), temperature_B.float(), seed_B.long(), position_BN.long()]
-    given = [each.contiguous() for each in given]
-    _library().pick(*logits_BNV.shape, *(each.data_ptr() for each in given), pick_BN.data_ptr())
+    logits_BNV, position_BN = logits_BNV.float().contiguous(), position_BN.long().contiguous()
+    addresses = logits_BNV.data_ptr(), ctypes.byref(sampling), position_BN.data_ptr(), pick_BN.data_ptr()
+    _library().pick(*logits_BNV.shape, *addresses)
     return pick_BN
 
 
@@ -224,7 +238,7 @@ def argmax(values: Tensor) -> Tensor:
     """``values.argmax(-1)``, the lowest index among equals: float32 [..., V] -> int64 [...]."""
     flat = values.reshape(-1, values.shape[-1]).contiguous()
     index = torch.empty(values.shape[:-1], dtype=torch.int64)
-    _library().pick(len(flat), 1, flat.shape[1], flat.data_ptr(), None, None, None, index.data_ptr())
+    _library().pick(len(flat), 1, flat.shape[1], flat.data_ptr(), None, None, index.data_ptr())
     return index
 
 
@@ -255,7 +269,7 @@ def accept_picks(
 
 
 def search(drafter: Drafter, asked: Search) -> None:
-    """Beam search of rows without noise (:mod:`drafter.proposers.beam`)."""
+    """Beam search of rows (:mod:`drafter.proposers.beam`)."""
     _library().search(ctypes.byref(drafter), ctypes.byref(asked))
 
 

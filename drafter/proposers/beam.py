@@ -128,7 +128,14 @@ class BeamProposer(Proposer):
         self._native_search: NativeSearch | None = None
         if can_search(drafter, self.width, drafting.tau):
             self._native_search = NativeSearch(
-                drafter, target, self._index_V, self._odds_X, self.width, self.length, self.max_depth
+                drafter,
+                target,
+                self._index_V,
+                self._odds_X,
+                self.width,
+                self.length,
+                self.max_depth,
+                drafting.noise_weight if drafting.coupled else 0.0,
             )
 
     @torch.inference_mode()
@@ -158,8 +165,8 @@ class BeamProposer(Proposer):
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """All nodes of the search; the score is the cumulative log-probability."""
-        if self._native_search is not None and not rows.warp.has_noise:
-            return self._native_search(rows)
+        if self._native_search is not None:
+            return self._native_search(rows, noise)
         noise = noise if self._drafting.coupled else None
         copies = Copies.of(rows.history_BS[:, : rows.num_visible], rows.length_B, self._odds_X)
         levels, copies = self._drafted_levels(rows, copies, noise)

@@ -1,4 +1,4 @@
-"""The beam search of rows without noise in one call of the native step, with weights rounded to 8 bits.
+"""The beam search in one call of the native step, with weights rounded to 8 bits.
 
 Rounding changes drafts only, never the tokens of an answer.
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.proposer import RowState
+from drafter.decoding.sampling import Noise, native_sampling
 from drafter.decoding.tree import NodeList
 from drafter.kernels import native
 from drafter.models.drafter import RecurrentDrafter, RnnCell
@@ -20,7 +21,7 @@ from drafter.targets.target import Target
 
 
 def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
-    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, without noise's tau."""
+    """Whether the native search may draft for a drafter: one whose weights decode, on a CPU, with tau = 1."""
     is_here = drafter.is_packed and native.takes(drafter.draft_token_ids_R) and type(drafter.cell) is RnnCell
     return is_here and width <= native.MOST_BEAMS and tau == 1.0
 
@@ -34,6 +35,7 @@ class NativeSearch:
         index_V: place of each target token in the draft vocabulary, -1 outside, int64.
         log_odds_X: log(share / (1 - share)) of a copy by the length of its match, -inf first.
         width, length, depth: W, L, and the depth of the deepest node.
+        noise_weight: of the noise of the target's picks, in rows that sample.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class NativeSearch:
         width: int,
         length: int,
         depth: int,
+        noise_weight: float,
     ) -> None:
+        self._noise_weight = noise_weight
         self._drafter, self._width, self._length, self._depth = drafter, width, length, depth
         config, cell = drafter.config, drafter.cell
         parts: list[Any] = list(drafter.blocks)
@@ -69,7 +73,7 @@ class NativeSearch:
             embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
         ).keep(cell_matrix, head, rows, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
 
-    def __call__(self, rows: RowState) -> NodeList:
+    def __call__(self, rows: RowState, noise: Noise | None) -> NodeList:
         """See :meth:`drafter.decoding.proposer.Proposer.draft`."""
         num_rows = len(rows.root_B)
         hidden_BD = self._drafter.fuse(rows.context_BC).float().contiguous()
@@ -78,12 +82,13 @@ class NativeSearch:
         num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best
         token_BM = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
         parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, num_nodes)
+        sampling = None if noise is None else ctypes.pointer(native_sampling(noise, rows.warp))
         native.search(
             self._native,
             native.Search(
                 num_rows, self._width, self._length, self._depth, root_B.data_ptr(), position_B.data_ptr(),
                 hidden_BD.data_ptr(), history_BS.data_ptr(), history_BS.stride(0), token_BM.data_ptr(),
-                parent_BM.data_ptr(), score_BM.data_ptr(),
+                parent_BM.data_ptr(), score_BM.data_ptr(), sampling, self._noise_weight,
             ),
         )  # fmt: skip
         return NodeList(token_BM, parent_BM, score_BM)

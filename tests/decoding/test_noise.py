@@ -122,17 +122,24 @@ def test_uniform_noise_is_uniform_and_keyed():
     assert values[7, 3].item() == pytest.approx(expected, rel=1e-6)
 
 
+FILTERED = [
+    SamplingParams(temperature=1.0, top_p=0.95),
+    SamplingParams(temperature=0.05, top_k=7, top_p=0.8, min_p=0.02),
+    SamplingParams(temperature=9.0, top_p=0.999, min_p=1e-6),
+]
+
+
 @pytest.mark.skipif(native.library() is None, reason="needs the native library")
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_native_loops_equal_their_twins(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
-    """Noise of all and of listed tokens, and picks with and without filters, ties, -inf and one greedy row."""
+    """Noise of all and of listed tokens, and picks with and without filters, ties, -inf and greedy rows."""
     seed_B, position_BN = torch.tensor([5, -6, 2**62]), torch.tensor([[10, 11], [0, 2**31], [3, 3]])
     params = [SamplingParams(temperature=t, **more) for t, more in ((0.7, {}), (0.0, {}), (1.5, {"top_k": 50}))]
     for num_tokens in (3, 257, 8193, 49152):
         logits_BNV = torch.randn(3, 2, num_tokens, generator=torch.Generator().manual_seed(num_tokens)).mul(8).round()
         logits_BNV[:, :, 1] = -torch.inf
         lists = torch.arange(num_tokens), torch.randint(num_tokens, (3, 1, 7))
-        warps = make_warp([params[0], params[1], params[0]]), make_warp(params)
+        warps = [make_warp(each) for each in ([params[0], params[1], params[0]], FILTERED, params)]
         noise = Noise(seed_B, torch.tensor([4, 0, 2**31]))
         depth_BN = torch.tensor([[0, 1], [0, 2], [1, 1]])
 
@@ -153,10 +160,10 @@ def test_the_native_loops_equal_their_twins(monkeypatch: pytest.MonkeyPatch, num
         for mine, theirs in zip(found[:2], expected[:2], strict=True):
             assert (mine != theirs).float().mean() < 1e-4
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-        assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
+        assert all(map(torch.equal, found[2:], expected[2:]))
         last = Noise(seed_B[2:], noise.length_B[2:])
         alone = pick_nodes(logits_BNV[2:, 1:], depth_BN[2:, 1:], last, make_warp(params[2:]))
-        assert torch.equal(alone, found[3][2:, 1:]), "a node alone has the pick that the node has among others"
+        assert torch.equal(alone, found[-1][2:, 1:]), "a node alone has the pick that the node has among others"
 
 
 @pytest.mark.gpu

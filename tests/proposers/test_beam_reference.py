@@ -84,6 +84,8 @@ class Case:
             hidden_size=D,
             fingerprint="",
             embed=self.embed,
+            embedding_weight_VD=embedding_VD,
+            runtime=None,
             device=torch.device("cpu"),
         )
         texts = [[0] * rng.randrange(50) + [rng.randrange(self.vocab_size)] for _ in self.params]
@@ -194,6 +196,32 @@ def test_beam_search_equals_the_reference(block):
                 continue
             num_compared += 1
     assert num_compared >= per_block and num_on_edge <= num_compared * 0.02, (num_compared, num_on_edge)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native step was not built")
+@pytest.mark.parametrize("copying", [False, True])
+def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying):
+    """Weights of 8 bits move scores by some hundredths and may swap near equals; noise moves them by more than 1."""
+    num_nodes, gaps = [0, 0], []
+    for number in range(100):
+        case = Case(number)
+        case.tau = 1.0
+        plain = case.proposer(copying=copying)
+        case.drafter.pack()
+        packed = case.proposer(copying=copying)
+        assert plain._native_search is None and packed._native_search is not None
+        depth_M = torch.arange(1, plain.max_depth + 1).repeat_interleave(torch.tensor(plain.level_sizes))
+        found, expected = (each.draft(case.rows, case.noise) for each in (packed, plain))
+        for row in range(case.num_rows):
+            both = [
+                (nodes.token_BM[row], nodes.parent_BM[row], depth_M, nodes.score_BM[row]) for nodes in (found, expected)
+            ]
+            ours, theirs = (paths_of(nodes_of(0, *columns)) for columns in both)
+            common = ours.keys() & theirs.keys()
+            num_nodes[0] += len(theirs)
+            num_nodes[1] += len(common)
+            gaps += [abs(ours[path] - theirs[path]) for path in common]
+    assert num_nodes[1] > 0.97 * num_nodes[0] and sorted(gaps)[len(gaps) // 2] < 0.05, (num_nodes, sorted(gaps))
 
 
 def random_tree(rng, num_nodes, vocab_size, num_padding):

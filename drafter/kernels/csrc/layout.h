@@ -92,10 +92,17 @@ struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
 };
 constexpr int MOST_MATCH = 8, MOST_BEAMS = 64;
 
+struct Sampling {      // of rows [B]; a row with temperature 0 samples nothing
+  const float* temperature; const int64_t* top_k; const float *top_p, *min_p;  // off: 0, 1, 0
+  const int64_t* seed;
+};
+
 struct Search {        // for rows 0 .. num_rows - 1: W beams for L steps, then one beam of copies down to the depth
   int32_t num_rows, width, length, depth;
   const int64_t *root, *position;               // [B]; position: of the root in the text
   const float* hidden;                          // [B, hidden]: the context, fused
   const int64_t* text; int64_t text_stride;     // token ids by position
   int64_t *token, *parent; float* score;        // [B, width * length + depth - length]; parent -1: the root
+  const Sampling* sampling;                     // null: no row samples
+  float noise_weight;                           // of the noise of the target's picks, in rows that sample
 };

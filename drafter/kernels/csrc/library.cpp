@@ -187,9 +187,9 @@ void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const 
   std::lock_guard<std::mutex> lock(mutex);
   chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out);
 }
-void pick(int B, int N, int64_t V, const float* logits, const float* temperature, const int64_t* seed, const int64_t* position, int64_t* out) {
+void pick(int B, int N, int64_t V, const float* logits, const Sampling* sampling, const int64_t* position, int64_t* out) {
   std::lock_guard<std::mutex> lock(mutex);
-  chosen->kernels->pick(B, N, V, logits, temperature, seed, position, out);
+  chosen->kernels->pick(B, N, V, logits, sampling, position, out);
 }
 void pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
                 int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {

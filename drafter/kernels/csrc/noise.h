@@ -2,9 +2,13 @@
 // -log(-log u) in float64, rounded to float32, with u = (k + 1/2) / 2^52 for the 52 high bits k of a hash. One lane makes one
 // number from its own hash, without fused products: its bits depend on nothing that stands beside, nor on the instruction set.
 #pragma once
+#include <algorithm>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
+#include "layout.h"
 #include "pool.h"
 
 namespace STEP {
@@ -81,15 +85,94 @@ static void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed,
     }
   });
 }
-// Picks [B, N] by logits [B, N, V]: of logits / temperature + noise in rows with a temperature; without seeds, no row has one.
-static void pick(int B, int N, int64_t V, const float* logits, const float* temperature, const int64_t* seed, const int64_t* position, int64_t* out) {
-  const int64_t piece = seed ? PIECE : V, pieces = (V + piece - 1) / piece; std::vector<Largest> found(B * N * pieces);
+template <class W> INLINE void each_above(const float* y, int64_t num, float least, W take) {  // take(i) where y[i] >= least
+  constexpr int STRIDE = 8 * LANES;
+  for (int64_t i = 0; i < num; i += STRIDE) {
+    const int64_t end = lesser(num, i + STRIDE);
+    if (end - i == STRIDE) {
+      F most = load(y + i);
+      UNROLL for (int j = LANES; j < STRIDE; j += LANES) most = greater(most, load(y + i + j));
+      if (!(largest(most) >= least)) continue;
+    }
+    for (int64_t k = i; k < end; k++) if (y[k] >= least) take(k);
+  }
+}
+// What numbers of at least `least` weigh together, and how many they are.
+struct Held { double mass = 0; int64_t count = 0; };
+static Held weigh(const float* y, const float* weight, int64_t num, float least) {
+  D mass{}; I count{}; Held held;
+  for (int64_t i = 0; i < num; i += LANES) {
+    const int64_t n = lesser<int64_t>(LANES, num - i); const I is_kept = load_some<F>(y + i, n, all(-INFINITY)) >= least; float w[LANES];
+    store(w, is_kept ? load_some<F>(weight + i, n) : F{}); count -= is_kept;
+    UNROLL for (int h = 0; h < 2; h++) mass += __builtin_convertvector(load_some<HalfF>(w + h * WORDS, WORDS), D);
+  }
+  for (int k = 0; k < WORDS; k++) held.mass += mass[k];
+  for (int k = 0; k < LANES; k++) held.count += count[k];
+  return held;
+}
+// The least number that is kept, where a number is kept while larger ones weigh less than `mass`: the cut is searched by halves, and
+// the few numbers around the cut are sorted.
+static float find_edge(const float* y, const float* weight, int64_t num, float top, double mass) {
+  static thread_local std::vector<std::pair<float, float>> near;
+  float upper = nextafterf(top, INFINITY), lower = top; Held above, held;
+  for (float depth = 1; lower > -INFINITY; depth *= 2, upper = lower, above = held) {
+    const float next = depth > 1e3f ? -INFINITY : top - depth; held = weigh(y, weight, num, next);
+    if (held.mass >= mass || next == -INFINITY) { lower = next; break; }
+    lower = next;
+  }
+  while (held.count - above.count > 64 && lower > -INFINITY) {
+    const float middle = lower + (upper - lower) / 2; if (!(middle > lower && middle < upper)) break;
+    const Held part = weigh(y, weight, num, middle);
+    if (part.mass >= mass) { lower = middle; held = part; } else { upper = middle; above = part; }
+  }
+  near.clear(); each_above(y, num, lower, [&](int64_t k) { if (y[k] < upper) near.push_back({y[k], weight[k]}); });
+  std::sort(near.begin(), near.end(), std::greater<std::pair<float, float>>());
+  float edge = -INFINITY;
+  for (const auto& [value, own] : near) { if (above.mass >= mass && above.mass > 0) break; edge = value; above.mass += own; }
+  return edge;
+}
+// Divides a row of logits by its temperature. The least number that top-k, top-p and min-p keep, each of what the one before kept:
+// top-k while fewer than k are larger, top-p while the larger hold less than p of the mass.
+static float warp(const Sampling& s, long row, float* y, int64_t num) {
+  static thread_local std::vector<float> weight;
+  const int64_t top_k = s.top_k[row]; const float t = s.temperature[row], top_p = s.top_p[row], min_p = s.min_p[row]; int64_t i = 0;
+  for (; i + LANES <= num; i += LANES) store(y + i, load(y + i) / t);
+  for (; i < num; i++) y[i] /= t;
+  const float top = top_k > 0 || top_p < 1 || min_p > 0 ? find_largest(y, 0, num, {}).value : INFINITY; float edge = -INFINITY;
+  if (!(fabsf(top) < INFINITY)) return edge;
+  if (top_k > 0) { weight.assign(num, 1.f); edge = find_edge(y, weight.data(), num, top, (double)top_k); }
+  if (top_p < 1) {
+    weight.resize(num + LANES);
+    for (i = 0; i < num; i += LANES) { const F v = load_some<F>(y + i, num - i, all(-INFINITY)); store(&weight[i], v >= edge ? exponential(v - top) : F{}); }
+    edge = bigger(edge, find_edge(y, weight.data(), num, top, top_p * weigh(y, weight.data(), num, edge).mass));
+  }
+  return min_p > 0 ? bigger(edge, top + logf(min_p)) : edge;
+}
+static bool is_sampled(const Sampling* s, long row) { return s && s->temperature[row] > 0; }
+static bool is_filtered(const Sampling* s, long row) { return is_sampled(s, row) && (s->top_k[row] > 0 || s->top_p[row] < 1 || s->min_p[row] > 0); }
+static int64_t pick_filtered(const Sampling& s, long row, int64_t position, const float* x, int64_t V) {  // makes the noise of kept tokens alone
+  static thread_local std::vector<float> y; static thread_local std::vector<int64_t> kept;
+  y.assign(x, x + V); kept.clear();
+  const float least = warp(s, row, y.data(), V); Largest best;
+  each_above(y.data(), V, least, [&](int64_t k) { kept.push_back(k); });
+  for (size_t j = 0; j < kept.size(); j += SOME) {
+    const int num = (int)lesser<int64_t>(SOME, kept.size() - j); float g[SOME];
+    gumbel(stream_start(s.seed[row], position, 0), &kept[j], 0, num, g);
+    for (int k = 0; k < num; k++) if (y[kept[j + k]] + g[k] > best.value) best = {y[kept[j + k]] + g[k], kept[j + k]};
+  }
+  return best.place;
+}
+// Picks [B, N] by logits [B, N, V]: of logits / temperature + noise in rows that sample.
+static void pick(int B, int N, int64_t V, const float* logits, const Sampling* s, const int64_t* position, int64_t* out) {
+  const int64_t piece = s ? PIECE : V, pieces = (V + piece - 1) / piece; std::vector<Largest> found(B * N * pieces);
   pool.share((int)found.size(), [&](int i) {
-    const int64_t n = i / pieces, b = n / N, from = i % pieces * piece, to = lesser(V, from + piece); const float *x = logits + n * V, t = seed ? temperature[b] : 0;
-    if (!(t > 0)) { found[i] = find_largest(x, from, to, found[i]); return; }
+    const int64_t n = i / pieces, b = n / N, from = i % pieces * piece, to = lesser(V, from + piece); const float* x = logits + n * V;
+    if (!is_sampled(s, b)) { found[i] = find_largest(x, from, to, found[i]); return; }
+    if (is_filtered(s, b)) { if (from == 0) found[i].place = pick_filtered(*s, b, position[n], x, V); return; }
+    const float t = s->temperature[b];
     for (int64_t j = from; j < to; j += SOME) {
       const int num = (int)lesser(SOME, to - j); float y[SOME];
-      gumbel(stream_start(seed[b], position[n], 0), nullptr, j, num, y);
+      gumbel(stream_start(s->seed[b], position[n], 0), nullptr, j, num, y);
       for (int k = 0; k < num; k++) y[k] = x[j + k] / t + y[k];
       found[i] = find_largest(y, 0, num, {found[i].value, found[i].place - j}); found[i].place += j;
     }

@@ -1,4 +1,4 @@
-// Beam search of the recurrent drafter for rows without noise, copies from the text included: drafter/proposers/beam.py in one call.
+// Beam search of the recurrent drafter, copies from the text included: drafter/proposers/beam.py in one call.
 #pragma once
 #include "forward.h"
 #include "noise.h"
@@ -62,7 +62,7 @@ struct Beam { int64_t token, named; float total, named_value; Best best; };
 struct Side { Beam* beams; float* states; uint8_t* lengths; };
 
 struct SearchCall {
-  const Drafter& d; const Search& s; Side sides[2]; float *streams, *logits; long most_text; const Work *first, *later;
+  const Drafter& d; const Search& s; Side sides[2]; float *streams, *logits, *noise; long most_text; const Work *first, *later;
   int num_nodes() const { return s.width * s.length + s.depth - s.length; }
   const int64_t* text(int row) const { return s.text + row * s.text_stride; }
 
@@ -115,18 +115,38 @@ struct SearchCall {
     if (is_there(d.head)) narrow(d.head, &d.rows);
     product(d.rows, logits);
   }
-  void rank(const Side& side, int n, int row) const {  // the W likeliest children of a beam, and the copied one
-    Beam& b = side.beams[n]; float* v = logits + (long)n * d.num_tokens; float odds = -INFINITY;
+  bool has_noise(int row) const { return s.noise_weight > 0 && is_sampled(s.sampling, row); }
+  uint64_t stream(int row, int step) const { return stream_start(s.sampling->seed[row], s.position[row] + step + 1, 0); }
+  float noise_of(int row, int step, int64_t token) const { float g[WORDS]; gumbel(stream(row, step), &token, 0, 1, g); return s.noise_weight * g[0]; }
+  void make_noise(int row, int step, long piece) const {  // of the draft vocabulary, for all beams of a row
+    float* out = noise + (long)row * d.num_tokens;
+    for (long i = piece * PIECE, end = lesser<long>(d.num_tokens, i + PIECE); i < end; i += SOME) {
+      const int num = (int)lesser<long>(SOME, end - i); float g[SOME];
+      gumbel(stream(row, step), d.token + i, 0, num, g);
+      for (int k = 0; k < num; k++) out[i + k] = s.noise_weight * g[k];
+    }
+  }
+  void rank(const Side& side, int n, int row, int step) const {  // the W likeliest children of a beam, and the copied one
+    Beam& b = side.beams[n]; float* v = logits + (long)n * d.num_tokens; float odds = -INFINITY; const int R = d.num_tokens;
+    if (is_sampled(s.sampling, row)) {
+      const float least = warp(*s.sampling, row, v, R);
+      if (is_filtered(s.sampling, row)) for (int i = 0; i < R; i++) v[i] = v[i] >= least ? v[i] : -INFINITY;
+    }
     if (d.copies) b.named = Matches::named(text(row), s.position[row], side.lengths + n * most_text, d.log_odds, odds);
-    float total = log_sum(v, d.num_tokens); b.named_value = -INFINITY;
+    float total = log_sum(v, R); b.named_value = -INFINITY;
     if (odds > -INFINITY) {
       const int64_t place = d.index[b.named]; float own = -INFINITY;
       if (place >= 0) { own = v[place]; v[place] = -INFINITY; }
       b.named_value = log_add(own, total + odds);
       total = bigger(total + softplus(odds), b.named_value);  // no child scores above its parent
-      b.named_value -= total;
     }
-    find_best(v, d.num_tokens, s.width, b.best);
+    if (has_noise(row)) {
+      for (int i = 0; i < R; i++) v[i] += noise[(long)row * R + i];
+      b.named_value += noise_of(row, step, b.named);
+      total = bigger(log_add(log_sum(v, R), b.named_value), b.named_value);
+    }
+    b.named_value -= total;
+    find_best(v, R, s.width, b.best);
     for (int w = 0; w < s.width; w++) b.best.value[w] -= total;
   }
   void choose(int step, int row, int each, const Side& from, const Side& to) const {  // the W best children of all beams of a row
@@ -154,7 +174,9 @@ struct SearchCall {
     for (int step = s.length, at = s.width * s.length; step < s.depth; step++, at++) {
       float odds = -INFINITY; int64_t token = 0;
       if (d.copies && total > -INFINITY) token = Matches::named(text(row), s.position[row], now, d.log_odds, odds);
-      total = odds > -INFINITY ? total - softplus(-odds) : -INFINITY;
+      // With noise g, the chance that log(share) + g exceeds the largest of many others: _rank_copies of beam.py.
+      const float value = has_noise(row) ? -expf(-odds - noise_of(row, step, token)) : -softplus(-odds);
+      total = odds > -INFINITY ? total + value : -INFINITY;
       s.token[nodes + at] = token; s.score[nodes + at] = total; s.parent[nodes + at] = step == s.length ? at - s.width : at - 1;
       if (total > -INFINITY) { Matches::follow(text(row), s.position[row], now, token, next); uint8_t* old = now; now = next; next = old; }
     }
@@ -169,7 +191,11 @@ struct SearchCall {
     for (int i = 0; i < s.length; i++) {
       const int each = i ? s.width : 1; const Work& w = i ? *later : *first; const Side &from = sides[i % 2], &to = sides[1 - i % 2];
       network(step, w, from, each);
-      step.share(w.N, 1, [&](int n) { rank(from, n, n / each); });
+      if (s.sampling) {
+        const long pieces = (d.num_tokens + PIECE - 1) / PIECE;
+        step.share(s.num_rows * pieces, 1, [&](int j) { if (has_noise(j / pieces)) make_noise(j / pieces, i, j % pieces); });
+      }
+      step.share(w.N, 1, [&](int n) { rank(from, n, n / each, i); });
       step.share(s.num_rows, 1, [&](int b) { choose(i, b, each, from, to); });
     }
     const Side &last = sides[s.length % 2], &other = sides[1 - s.length % 2];
@@ -177,15 +203,15 @@ struct SearchCall {
   }
 };
 static void search(const Drafter& d, const Search& s) {
-  static Work first, later; static Memory memory[8];
+  static Work first, later; static Memory memory[9];
   const long D = d.hidden_size, N = (long)s.num_rows * s.width; long widest = 2 * D, most_text = 1;
   for (int b = 0; b < s.num_rows; b++) most_text = bigger(most_text, (long)s.position[b]);
   for (int b = 0; d.down && b < d.num_blocks; b++) widest = bigger(widest, (long)d.down[b].outputs);
   first.need(s.num_rows, 2 * D, widest, 1, 1, 1); later.need(N, 2 * D, widest, 1, 1, 1);
-  SearchCall call{d, s, {}, memory[0].need(N * 2 * D), memory[1].need(N * d.num_tokens), most_text, &first, &later};
+  SearchCall call{d, s, {}, memory[0].need(N * 2 * D), memory[1].need(N * d.num_tokens), s.sampling ? memory[8].need((long)s.num_rows * d.num_tokens) : nullptr, most_text, &first, &later};
   for (int i = 0; i < 2; i++)
     call.sides[i] = {(Beam*)memory[2 + 3 * i].need(N * sizeof(Beam) / 4), memory[3 + 3 * i].need(N * D), (uint8_t*)memory[4 + 3 * i].need(N * most_text / 4 + 1)};
-  pool.run([](void* c, int) { ((SearchCall*)c)->run(); }, &call, 2 + s.length * (8 + 4 * d.num_blocks));
+  pool.run([](void* c, int) { ((SearchCall*)c)->run(); }, &call, 2 + s.length * (9 + 4 * d.num_blocks));
 }
 extern const Kernels kernels;
 const Kernels kernels{forward, multiply, search, unpack_rows, noise, pick};
