@@ -116,8 +116,8 @@ class Sampling(_Structure):
     @classmethod
     def of(cls, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, seed_B: Tensor) -> "Any":
         """The structure over tensors: float32, int64, float32, float32, int64."""
-        given = temperature_B.float(), top_k_B.long(), top_p_B.float(), min_p_B.float(), seed_B.long()
-        given = tuple(each.contiguous() for each in given)
+        numbers = temperature_B.float(), top_k_B.long(), top_p_B.float(), min_p_B.float(), seed_B.long()
+        given = [each.contiguous() for each in numbers]
         return cls(*(each.data_ptr() for each in given)).keep(*given)
 
 
