@@ -180,7 +180,8 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
         source: format of the rows, one of FORMATS.
         rows: address of each output's row.
         inputs: numbers of a row.
-        target: format of the blocks; None: the source's. F32 and F16 from other float formats alone.
+        target: format of the blocks; None: the source's. F32 and F16 from other float formats alone. Q8_0 from a float
+            format rounds groups of 32 inputs; a weight that is no number becomes 0.
 
     Returns:
         The format's number, and the blocks as bytes.
@@ -195,23 +196,13 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
 
 
 def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
-    """A matrix of plain numbers, rounded to 8 bits in groups of 32 inputs as Q8_0 is; products round activations, too.
-
-    A weight that is no number becomes 0.
-    """
-    num_inputs = weight_OI.shape[1]
-    weight_OI = torch.nn.functional.pad(
-        weight_OI.detach().float().nan_to_num(0.0, 0.0, 0.0), (0, -weight_OI.shape[1] % 32)
-    )
-    group_OGI = weight_OI.unflatten(1, (-1, 32))
-    scale_OG1 = (group_OGI.abs().amax(2, keepdim=True) / 127).clamp(1e-7, 65504).half()
-    integer_OGI = (group_OGI / scale_OG1.float()).round().clamp(-127, 127).to(torch.int8)
-    rows = torch.cat([scale_OG1.view(torch.int8), integer_OGI], 2).flatten(1).contiguous()
-    number, blocks = pack("Q8_0", [row.data_ptr() for row in rows], weight_OI.shape[1])
+    """A matrix of plain numbers, rounded to 8 bits as Q8_0 is; products round activations, too."""
+    weight_OI = weight_OI.detach().float().contiguous()
+    first, size, num_inputs = weight_OI.data_ptr(), weight_OI.stride(0) * 4, weight_OI.shape[1]
+    number, blocks = pack("F32", range(first, first + len(weight_OI) * size, size), num_inputs, "Q8_0")
     bias = None if bias_O is None else bias_O.detach().float().contiguous()
-    return Matrix(number, len(rows), num_inputs, 1, blocks.data_ptr(), None if bias is None else bias.data_ptr()).keep(
-        blocks, bias
-    )
+    addresses = blocks.data_ptr(), None if bias is None else bias.data_ptr()
+    return Matrix(number, len(weight_OI), num_inputs, 1, *addresses).keep(blocks, bias)
 
 
 def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream: int) -> Tensor:

@@ -13,6 +13,7 @@ A fused layers but the last · F feature size of the head · V target vocabulary
 
 import logging
 import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -90,6 +91,7 @@ class RecurrentDrafter(nn.Module):
         self.draft_token_ids_R: Tensor
         # Of the target, for a tied head: set by `bind`, and not in the state dict.
         self.output_rows_RD: Tensor | None = None
+        self._bound: tuple[Any, torch.device, torch.dtype] | None = None  # a weak reference to their target, and where
         self._packed_rows: PackedMatrix | Int8Matrix | None = None
         self.is_packed = False
         self._init_weights()
@@ -195,7 +197,9 @@ class RecurrentDrafter(nn.Module):
             ValueError: another target than the one the drafter was trained for; both are named.
         """
         check_target(self.config, target)
-        if self.config.head == "tied":
+        bound = weakref.ref(target), self.device, self.dtype
+        if self.config.head == "tied" and self._bound != bound:
+            self._bound = bound
             is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
             rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()

@@ -1,6 +1,7 @@
 // The library's functions, by C's rules of names: packing, and the kernels of this processor.
 #include <sys/mman.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -123,6 +124,24 @@ static uint16_t to_bfloat16(float x) {  // to nearest, ties to even
   return (uint16_t)((w + 0x7fff + (w >> 16 & 1)) >> 16);
 }
 
+static uint16_t to_half(float x) {  // 0 .. 65504, to nearest, ties to even
+  if (x < 6.103515625e-5f) return (uint16_t)nearbyintf(x * 16777216.f);
+  uint32_t w; memcpy(&w, &x, 4);
+  return (uint16_t)((w + 0xfff + (w >> 13 & 1) - (112u << 23)) >> 13);
+}
+static Group round_group(int source, const uint8_t* row, long g, long inputs) {  // to 8 bits, as Q8_0; what is no number becomes 0
+  Group r{}; float v[32], most = 0;
+  for (int i = 0; i < 32; i++) {
+    v[i] = 32 * g + i < inputs ? read_float(source, row, 32 * g + i) : 0;
+    if (!(fabsf(v[i]) < INFINITY)) v[i] = 0;
+    most = fabsf(v[i]) > most ? fabsf(v[i]) : most;
+  }
+  r.scale_half = to_half(fminf(fmaxf(most / 127, 1e-7f), 65504));
+  const float scale = from_half(r.scale_half), whole = 12582912;  // 1.5 * 2^23: a float of this size has no digits behind the point
+  for (int i = 0; i < 32; i++) { const float n = v[i] / scale + whole - whole; r.q[i] = (uint8_t)(128 + (int)(n < -127 ? -127 : n > 127 ? 127 : n)); }
+  return r;
+}
+
 struct Packing {
   int format, source, outputs, inputs; const uint8_t* const* rows; uint8_t* blocks;
   void block(int number) const {
@@ -140,7 +159,7 @@ struct Packing {
       }
       const Shape& s = shapes[format];
       for (long g = 0; g < groups; g++) {
-        const Group r = read_group(format, row, g); uint8_t* b = to + g * bytes;
+        const Group r = source <= F16 ? round_group(source, row, g, inputs) : read_group(format, row, g); uint8_t* b = to + g * bytes;
         if (s.scale_bytes == 2) { memcpy(b + 2 * o, &r.scale_half, 2); if (s.has_offset) memcpy(b + 32 + 2 * o, &r.offset_half, 2); }
         else { for (int i = 0; i < s.num_scales; i++) memcpy(b + 64 * i + 4 * o, &r.scale[i], 4); if (s.has_offset) memcpy(b + 64 * s.num_scales + 4 * o, &r.offset, 4); }
         b += bytes - s.bytes;
