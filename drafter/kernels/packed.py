@@ -9,6 +9,8 @@ never the tokens of an answer.
 
 For inference only: a packed layer has no gradient. Do not save, move or cast a packed model.
 
+The operators of ``torch.ops.mkldnn`` are not public: torch 2.11 to 2.15 were tested, and :func:`can_pack` tries others.
+
 Shapes: X any leading dimensions · I input size · O output size.
 """
 
