@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,8 +152,8 @@ class Noise(NamedTuple):
 class Warp(NamedTuple):
     """Sampling parameters of B rows as tensors, and facts about the rows on the host: a filter without rows is free.
 
-    Kernels read the tensors alone, so on their devices the facts about filters are the same for all rows: steps with
-    and without filters share a CUDA graph.
+    A tensor has the name of its parameter. Kernels read the tensors alone, so on their devices the facts about filters
+    that the kernels know are the same for all rows: steps with and without these filters share a CUDA graph.
     """
 
     temperature_B: Tensor  # float32; 0 = greedy
@@ -162,9 +162,23 @@ class Warp(NamedTuple):
     min_p_B: Tensor  # float32; 0 = off
     has_noise: bool  # any row with temperature > 0
     max_top_k: int  # largest top_k of all rows; 0 = no row has one
-    has_top_p: bool
-    has_min_p: bool
-    has_kernels: bool = False
+    filters: tuple[str, ...]  # of some row, which :func:`warp_logits` applies here; CUDA kernels apply those they know
+    has_kernels: bool
+
+    @property
+    def by_row(self) -> dict[str, Tensor]:
+        """The tensors by the names of their fields."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What a step reads besides the tensors."""
+        return tuple(value for value in self if not isinstance(value, Tensor))
+
+    @property
+    def of_kernels(self) -> dict[str, Tensor]:
+        """The tensors that kernels read, by the names of their arguments."""
+        return {name: getattr(self, f"{name}_B") for name in ("temperature", *_KERNEL_FILTERS)}
 
 
 def make_warp(
@@ -174,20 +188,17 @@ def make_warp(
 
     ``with_kernels`` says for tensors on their way to another device whether kernels will read them there.
     """
-    rows = [(p.temperature, p.top_k, p.top_p, p.min_p) if p.temperature > 0 else (0.0, 0, 1.0, 0.0) for p in params]
-    temperature, top_k, top_p, min_p = ([row[i] for row in rows] for i in range(4))
+    rows = [each if each.temperature > 0 else _GREEDY for each in params]
     is_fused = has_kernels(torch.device(device)) if with_kernels is None else with_kernels
-    return Warp(
-        torch.tensor(temperature, dtype=torch.float32, device=device),
-        torch.tensor(top_k, dtype=torch.int64, device=device),
-        torch.tensor(top_p, dtype=torch.float32, device=device),
-        torch.tensor(min_p, dtype=torch.float32, device=device),
-        has_noise=any(temperature),
-        max_top_k=0 if is_fused else int(max(top_k, default=0)),
-        has_top_p=not is_fused and any(p < 1 for p in top_p),
-        has_min_p=not is_fused and any(p > 0 for p in min_p),
-        has_kernels=is_fused,
-    )
+    tensors: dict[str, Any] = {}
+    for name in (field.removesuffix("_B") for field in Warp._fields if field.endswith("_B")):
+        dtype = torch.int64 if isinstance(getattr(_GREEDY, name), int) else torch.float32
+        tensors[f"{name}_B"] = torch.tensor([getattr(row, name) for row in rows], dtype=dtype, device=device)
+    used = [name for name in _FILTERS if any(getattr(row, name) != getattr(_GREEDY, name) for row in rows)]
+    filters = tuple(name for name in used if not (is_fused and name in _KERNEL_FILTERS))
+    max_top_k = max(row.top_k for row in rows) if "top_k" in filters else 0
+    has_noise = any(row.temperature for row in rows)
+    return Warp(**tensors, has_noise=has_noise, max_top_k=max_top_k, filters=filters, has_kernels=is_fused)
 
 
 def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
@@ -198,33 +209,27 @@ def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
     result for a row does not depend on the other rows. Static shapes; no host sync on an accelerator.
     """
     if warp.has_kernels:
-        return _kernels().warp_logits(logits_BNV, *warp[:4])
-    temperature_B = warp.temperature_B
-    scale_B = temperature_B.where(temperature_B > 0, 1.0)
-    warped_BNV = logits_BNV.float() / scale_B[:, None, None]
-    if warp.max_top_k > 0:
-        threshold_BN = _top_k_threshold(warped_BNV, warp)
-        warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
-    if warp.has_top_p:
-        threshold_BN = _top_p_threshold(warped_BNV, warp.top_p_B)
-        warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
-    if warp.has_min_p:
-        threshold_BN = warped_BNV.amax(-1) + warp.min_p_B.log()[:, None]  # log 0 = -inf keeps all
-        warped_BNV.masked_fill_(warped_BNV < threshold_BN[:, :, None], -torch.inf)
+        warped_BNV: Tensor = _kernels().warp_logits(logits_BNV, **warp.of_kernels)
+    else:
+        temperature_B = warp.temperature_B
+        scale_B = temperature_B.where(temperature_B > 0, 1.0)
+        warped_BNV = logits_BNV.float() / scale_B[:, None, None]
+    for name in warp.filters:
+        warped_BNV.masked_fill_(_FILTERS[name](warped_BNV, warp), -torch.inf)
     return warped_BNV
 
 
-def _top_k_threshold(warped_BNV: Tensor, warp: Warp) -> Tensor:
-    """[B, N, V] -> [B, N]: the k-th largest value of each row, -inf where top-k is off."""
+def _below_top_k(warped_BNV: Tensor, warp: Warp) -> Tensor:
+    """Tokens below the k-th largest value of each row; none where top-k is off."""
     B, N, V = warped_BNV.shape
     best_BNK = warped_BNV.topk(min(warp.max_top_k, V)).values
     rank_B11 = (warp.top_k_B.clamp(1, best_BNK.shape[-1]) - 1)[:, None, None]
-    threshold_BN = best_BNK.gather(-1, rank_B11.expand(B, N, 1)).squeeze(-1)
-    return threshold_BN.where(warp.top_k_B[:, None] > 0, -torch.inf)
+    threshold_BN1 = best_BNK.gather(-1, rank_B11.expand(B, N, 1))
+    return warped_BNV < threshold_BN1.where(warp.top_k_B[:, None, None] > 0, -torch.inf)
 
 
-def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
-    """[B, N, V] -> [B, N]: the smallest value of the nucleus, -inf where top-p is off (Holtzman et al. 1904.09751).
+def _below_top_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
+    """Tokens below the nucleus; none where top-p is off (Holtzman et al. 1904.09751).
 
     A token is in the nucleus when the tokens ranked above the token hold less than top_p of the mass. Sums run in
     float64, so that the order of summation does not decide about a token at the edge.
@@ -233,7 +238,7 @@ def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
     warped_XV = warped_BNV.flatten(0, 1)
     largest_X1 = warped_XV.amax(-1, keepdim=True)
     total_X1 = (warped_XV - largest_X1).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    top_p_X1 = top_p_B[:, None].expand(B, N).reshape(-1, 1)
+    top_p_X1 = warp.top_p_B[:, None].expand(B, N).reshape(-1, 1)
     mass_X1 = top_p_X1.double() * total_X1
     if warped_XV.device.type != "cpu" or torch.compiler.is_compiling():
         threshold_X1, _ = _nucleus_edge(warped_XV.sort(-1, descending=True).values, largest_X1, mass_X1)
@@ -248,7 +253,7 @@ def _top_p_threshold(warped_BNV: Tensor, top_p_B: Tensor) -> Tensor:
             row_X = row_X[num_kept_X1[:, 0] == size]
             if row_X.numel() == 0:
                 break
-    return threshold_X1.where(top_p_X1 < 1, -torch.inf).view(B, N)
+    return warped_BNV < threshold_X1.where(top_p_X1 < 1, -torch.inf).view(B, N, 1)
 
 
 def _nucleus_edge(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,6 +262,17 @@ def _nucleus_edge(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tup
     above_XK = weight_XK.cumsum(-1) - weight_XK
     rank_X1 = (above_XK < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
     return sorted_XK.gather(-1, rank_X1 - 1), rank_X1
+
+
+def _below_min_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
+    """Tokens less than min_p times as likely as the likeliest one; log 0 = -inf keeps all."""
+    return warped_BNV < warped_BNV.amax(-1, keepdim=True) + warp.min_p_B.log()[:, None, None]
+
+
+# The filters in their order, by their parameters: warped logits -> the tokens that go, bool [B, N, V].
+_FILTERS = {"top_k": _below_top_k, "top_p": _below_top_p, "min_p": _below_min_p}
+_KERNEL_FILTERS = ("top_k", "top_p", "min_p")  # the first of them, which the kernels of both devices know
+_GREEDY = SamplingParams()  # all filters are off
 
 
 def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
@@ -292,10 +308,11 @@ def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: 
     """:func:`pick` of nodes whose depths are given [B, N], with the noise of their depths; None: no row samples."""
     if noise is None:
         return pick(logits_BNV, None, warp)
-    if warp.has_kernels:
-        return _kernels().pick(logits_BNV, noise.seed_B, noise.length_B, depth_BN, *warp[:4])
+    is_known = all(name in _KERNEL_FILTERS for name in warp.filters)
+    if warp.has_kernels and is_known:
+        return _kernels().pick(logits_BNV, noise.seed_B, noise.length_B, depth_BN, **warp.of_kernels)
     position_BN = noise.length_B[:, None] + depth_BN + 1
-    if native.takes(logits_BNV):
+    if native.takes(logits_BNV) and is_known:
         return native.pick(logits_BNV, native_sampling(noise, warp), position_BN)
     token_V = torch.arange(logits_BNV.shape[-1], device=logits_BNV.device)
     return pick(logits_BNV, gumbel_noise(noise.seed_B, position_BN, token_V), warp)

@@ -374,7 +374,7 @@ class Engine:
         for copy in schedule.copies:
             runner.cache.copy_row(*copy)
         for request in schedule.started:
-            runner.admit(request.row, request.prompt_ids, request.params, request.num_prefilled)
+            runner.admit(request)
             self.proposer.admit(request.row, request.prompt_ids)
             request.started = time.perf_counter()
         runner.vacate(len(self._scheduler.rows))

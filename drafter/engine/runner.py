@@ -7,7 +7,7 @@ V vocabulary · C context size · S cache slots · A rows with log-probabilities
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -39,7 +39,6 @@ from drafter.utils.io import first_line
 _log = logging.getLogger(__name__)
 _NO_PARAMS = SamplingParams()  # rows without a request have these
 _WARM_PARAMS = (_NO_PARAMS, SamplingParams(temperature=1.0))  # a warm-up records steps with these
-_BYTES = 22  # the host's message about a row: an int64, three float32, two flags
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
 
 
@@ -78,16 +77,11 @@ class Runner:
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
         self._token_V = torch.arange(target.vocab_size, device=device)
-        # What the host decides, in one buffer of fixed address; graphs read views of it.
+        # What the host decides of each row, in one buffer of fixed address; graphs read views of it.
         self._params = [_NO_PARAMS] * num_rows
-        self._decided: tuple[list[SamplingParams], list[bool], list[bool]] = [], [], []
-        self._decided_X = torch.zeros(_BYTES * num_rows, dtype=torch.uint8, device=device)
-        ints, floats, flags = self._decided_X.split([8 * num_rows, 12 * num_rows, 2 * num_rows])
-        self._is_active_B, self._is_drafted_B = flags.view(torch.bool).split(num_rows)
-        names = "top_k_B", "temperature_B", "top_p_B", "min_p_B"
-        views = ints.view(torch.int64), *floats.view(torch.float32).split(num_rows)
-        self._warp_views: dict[str, Any] = dict(zip(names, views, strict=True))
-        self._warp = make_warp([])
+        self._decided: tuple[list[SamplingParams], dict[str, list[bool]]] = [], {}
+        self._decided_X, self._views = torch.empty(0), dict[str, Tensor]()
+        self._tell([])
         self._graphs = Graphs(is_on=plan.compile)
 
     def visible_slots(self, num_needed: int) -> int:
@@ -96,9 +90,10 @@ class Runner:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
-    def admit(self, row: int, prompt_ids: Sequence[int], params: SamplingParams, num_committed: int = 0) -> None:
-        """Start a request in a row that holds the first ``num_committed`` tokens; the last prompt token is the root."""
-        state_X = torch.tensor([prompt_ids[-1], num_committed, params.signed_seed, *prompt_ids])
+    def admit(self, request: Request) -> None:
+        """Start a request in its row, which holds its prefilled tokens; the last prompt token is the root."""
+        row, prompt_ids, params = request.row, request.prompt_ids, request.params
+        state_X = torch.tensor([prompt_ids[-1], request.num_prefilled, params.signed_seed, *prompt_ids])
         self._state_BX[row, : len(state_X)] = to_device(self.target.device, state_X)[0]
         self._context_BC[row] = 0
         self._params[row] = params
@@ -159,18 +154,18 @@ class Runner:
         """
         self._tell(requests)
         wanted = self._wanted(requests)
-        warp = self._warp._replace(**{name: view_B[:num_rows] for name, view_B in self._warp_views.items()})
+        decided = {name: view_B[:num_rows] for name, view_B in self._views.items()}
         rows = RowState(
             root_B=self._root_B[:num_rows],
             length_B=self._length_B[:num_rows],
             context_BC=self._context_BC[:num_rows],
             history_BS=self._history_BS[:num_rows],
             seed_B=self._seed_B[:num_rows],
-            is_active_B=self._is_active_B[:num_rows],
-            warp=warp,
+            is_active_B=decided["is_active_B"],
+            warp=self._warp._replace(**{name: decided[name] for name in self._warp.by_row}),  # type: ignore[arg-type]
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
-        key = num_rows, rows.num_visible, rows.warp[4:], wanted[1:]
+        key = num_rows, rows.num_visible, rows.warp.facts, wanted[1:]
         run = partial(self._run, proposer, rows, wanted, is_trial=not requests)
         words_X, results = self._graphs.run(proposer, key, run)
         return self._hand_out(words_X, results, requests)
@@ -187,7 +182,7 @@ class Runner:
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if proposer.max_depth > 0:
-            is_drafted_B1 = self._is_drafted_B[: len(rows.root_B), None]
+            is_drafted_B1 = self._views["is_drafted_B"][: len(rows.root_B), None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
         accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise, proposer.max_depth)
@@ -287,16 +282,20 @@ class Runner:
 
     def _tell(self, requests: Sequence[Request]) -> None:
         """Bring what the host decides to the device, in one copy, if it has changed."""
-        is_active, is_drafted = [False] * self.num_rows, [False] * self.num_rows
+        flags = {name: [False] * self.num_rows for name in ("is_active_B", "is_drafted_B")}
         for request in requests:
-            is_active[request.row], is_drafted[request.row] = True, request.options.speculate
-        if self._decided == (self._params, is_active, is_drafted):
+            flags["is_active_B"][request.row], flags["is_drafted_B"][request.row] = True, request.options.speculate
+        if self._decided == (self._params, flags):
             return
-        warp = self._warp = make_warp(self._params, with_kernels=has_kernels(self.target.device))
-        flags = map(torch.tensor, (is_active, is_drafted))
-        parts = warp.top_k_B, warp.temperature_B, warp.top_p_B, warp.min_p_B, *flags
-        self._decided_X.copy_(to_device(self.target.device, torch.cat([part.view(torch.uint8) for part in parts]))[0])
-        self._decided = list(self._params), is_active, is_drafted
+        self._warp = make_warp(self._params, with_kernels=has_kernels(self.target.device))
+        parts = [*self._warp.by_row.items(), *((name, torch.tensor(flag)) for name, flag in flags.items())]
+        parts.sort(key=lambda part: -part[1].itemsize)  # so that each begins at a multiple of its own size
+        bytes_X = to_device(self.target.device, torch.cat([part_B.view(torch.uint8) for _, part_B in parts]))[0]
+        if not self._views:
+            self._decided_X, views = bytes_X, bytes_X.split([part_B.nbytes for _, part_B in parts])
+            self._views = {name: view.view(part.dtype) for (name, part), view in zip(parts, views, strict=True)}
+        self._decided_X.copy_(bytes_X)
+        self._decided = list(self._params), flags
 
     def _wanted(self, requests: Sequence[Request]) -> _Wanted:
         num_logprobs = _num_logprobs(requests)

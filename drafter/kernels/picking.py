@@ -23,7 +23,7 @@ _BY_ROW = ["seed", "length", "position", "depth", "temperature", "top_k", "top_p
 _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 12}  # low bits that are 0 in the float32 of such a number
 
 
-def pick(logits_BNV: Tensor, seed_B: Tensor, length_B: Tensor, depth_BN: Tensor, *filters: Tensor) -> Tensor:
+def pick(logits_BNV: Tensor, seed_B: Tensor, length_B: Tensor, depth_BN: Tensor, **by_row: Tensor) -> Tensor:
     """``argmax(warped logits + noise)`` of every node, the lowest id among equals, int64 [B, N].
 
     Args:
@@ -31,18 +31,18 @@ def pick(logits_BNV: Tensor, seed_B: Tensor, length_B: Tensor, depth_BN: Tensor,
         seed_B: int64.
         length_B: the position of the pick at depth d is length + d + 1, int64.
         depth_BN: int64.
-        filters: temperature, top-k, top-p and min-p of the rows, as of ``sampling.Warp``.
+        by_row: temperature, top_k, top_p and min_p, as of ``sampling.Warp``.
     """
     picked_BN = torch.empty(logits_BNV.shape[:2], dtype=torch.int64, device=logits_BNV.device)
-    inputs = (logits_BNV, seed_B, length_B, depth_BN, *filters)
-    return _launch(_pick_kernel, (picked_BN.numel(),), picked_BN, *inputs, **_sizes(logits_BNV))
+    named = {"seed": seed_B, "length": length_B, "depth": depth_BN, **by_row}
+    return _launch(_pick_kernel, (picked_BN.numel(),), picked_BN, logits=logits_BNV, **named, **_sizes(logits_BNV))
 
 
-def warp_logits(logits_BNV: Tensor, *filters: Tensor) -> Tensor:
+def warp_logits(logits_BNV: Tensor, **by_row: Tensor) -> Tensor:
     """``logits / temperature``, -inf where the filters drop a token, float32; arguments as of :func:`pick`."""
     warped_BNV = torch.empty(logits_BNV.shape, device=logits_BNV.device)
     num_nodes = logits_BNV.shape[:2].numel()
-    return _launch(_warp_kernel, (num_nodes,), warped_BNV, logits_BNV, *filters, **_sizes(logits_BNV))
+    return _launch(_warp_kernel, (num_nodes,), warped_BNV, logits=logits_BNV, **by_row, **_sizes(logits_BNV))
 
 
 def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream: int) -> Tensor:
@@ -50,16 +50,16 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream:
     num_tokens = token_ids.shape[-1]
     noise_BTM = torch.empty(*position_BT.shape, num_tokens, device=seed_B.device)
     return _launch(
-        _noise_kernel, (position_BT.numel(), triton.cdiv(num_tokens, _NOISE_TILE)), noise_BTM,
-        seed_B, position_BT, token_ids, num_positions=position_BT.shape[1], num_tokens=num_tokens,
+        _noise_kernel, (position_BT.numel(), triton.cdiv(num_tokens, _NOISE_TILE)), noise_BTM, seed=seed_B,
+        position=position_BT, token_ids=token_ids, num_positions=position_BT.shape[1], num_tokens=num_tokens,
         row_stride=num_tokens if token_ids.dim() > 1 else 0, stream_id=stream + 1, TILE=_NOISE_TILE,
     )  # fmt: skip
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *inputs: Tensor, **sizes: Any) -> Tensor:
+def _launch(kernel: Any, grid: tuple[int, ...], result: Tensor, **named: Any) -> Tensor:
     """The result, which a kernel fills on the result's device; Triton would take the current device."""
     with torch.cuda.device_of(result):
-        kernel[grid](result, *(tensor.contiguous() for tensor in inputs), **sizes)
+        kernel[grid](result, **{name: v.contiguous() if isinstance(v, Tensor) else v for name, v in named.items()})
     return result
 
 

@@ -47,7 +47,8 @@ def test_picks_and_filters_equal_their_definition(
     noise_BNV = gumbel_noise(seed_B, length_B[:, None] + depth_BN + 1, torch.arange(num_tokens))
     expected = pick(logits_BNV, noise_BNV, warp), warp_logits(logits_BNV, warp)
     logits_BNV, depth_BN = logits_BNV.to(DEVICE), depth_BN.to(DEVICE)
-    in_kernel = make_warp(PARAMS[-num_rows:], DEVICE)._replace(has_kernels=True)
+    in_kernel = make_warp(PARAMS[-num_rows:], DEVICE, with_kernels=True)
+    assert not in_kernel.filters
     noise = Noise(seed_B.to(DEVICE), length_B.to(DEVICE))
     pick_BN = pick_nodes(logits_BNV, depth_BN, noise, in_kernel)
     assert torch.equal(pick_BN.cpu(), expected[0])
@@ -56,6 +57,23 @@ def test_picks_and_filters_equal_their_definition(
     assert torch.equal(warp_logits(logits_BNV, in_kernel).cpu(), expected[1])
     logits_BNV[:, :, 1] = torch.nan
     assert warp_logits(logits_BNV[:, :1], in_kernel)[:, :, 1].isnan().all()
+
+
+def test_a_filter_that_no_kernel_knows_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BNV = tied_logits((13, 2, 300), torch.float32, 1)
+    warp = make_warp(PARAMS)
+    seed_B, depth_BN = torch.arange(13), torch.zeros(13, 2, dtype=torch.int64)
+    noise_BNV = gumbel_noise(seed_B, depth_BN + 1, torch.arange(300))
+    expected = pick(logits_BNV, noise_BNV, warp), warp_logits(logits_BNV, warp)
+    monkeypatch.setattr(sampling, "_KERNEL_FILTERS", ("top_k", "top_p"))
+    in_kernel = make_warp(PARAMS, DEVICE, with_kernels=True)
+    assert in_kernel.filters == ("min_p",)
+    zero = in_kernel.min_p_B.new_zeros(13)
+    partly = picking.warp_logits
+    monkeypatch.setattr(picking, "warp_logits", lambda logits_BNV, **by_row: partly(logits_BNV, **by_row, min_p=zero))
+    noise = Noise(seed_B.to(DEVICE), seed_B.to(DEVICE) * 0)
+    assert torch.equal(warp_logits(logits_BNV.to(DEVICE), in_kernel).cpu(), expected[1])
+    assert torch.equal(pick_nodes(logits_BNV.to(DEVICE), depth_BN.to(DEVICE), noise, in_kernel).cpu(), expected[0])
 
 
 def test_noise_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
