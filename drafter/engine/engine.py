@@ -10,15 +10,7 @@ from typing import Any
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
-from drafter.engine.request import (
-    IncrementalText,
-    Prompt,
-    Request,
-    RequestOptions,
-    StreamEvent,
-    Update,
-    encode_prompts,
-)
+from drafter.engine.request import Prompt, Request, RequestOptions, StreamEvent, Update, encode_prompts
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
@@ -237,15 +229,15 @@ class Engine:
                 f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_model_len}: shorten it"
                 + (" or raise --max-model-len" if self._max_model_len < self.target.max_length else "")
             )
-        text = None
-        if want_text and self.target.tokenizer is not None:
-            text = IncrementalText(self.target.decode, params.stop)
-        elif params.stop:
+        has_text = want_text and self.target.tokenizer is not None
+        if params.stop and not has_text:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")
         own_stops = () if params.ignore_eos else self.target.eos_token_ids
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         limit = min(params.max_new_tokens, room)
-        return Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, text, options or _NO_OPTIONS)
+        request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, options=options or _NO_OPTIONS)
+        request.incremental_text = request.new_text(self.target.decode) if has_text else None
+        return request
 
     def add(self, request: Request) -> Request:
         """Queue a request, which starts at a step with a free row (ValueError where memory does not suffice).

@@ -1,7 +1,7 @@
 """A request: the forms of its prompt, its tokens, its text while tokens come, its end, its results. No torch here."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drafter.targets.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Decode = Callable[[Sequence[int]], str]
 FinishReason = Literal["stop", "length", "abort"]
 
 _REPLACEMENT = "\ufffd"  # a decoder's output for an unfinished UTF-8 character
@@ -63,9 +64,9 @@ class IncrementalText:
         ends: length of the text after each token; the last token of a character adds the whole character.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), stop_ids: Collection[int] = ()) -> None:
         self._decode = decode
-        self._stop = tuple(stop)
+        self._stop, self._stop_ids = tuple(stop), stop_ids
         self._window: list[int] = []  # the last tokens; earlier ones are finished
         self._num_known = 0  # tokens of the window that are in the text
         self._known = ""  # the decoder's text of these tokens
@@ -82,7 +83,9 @@ class IncrementalText:
         return self._seen[: len(self._seen) - (0 if self.is_stopped else max(sizes, default=0))]
 
     def push(self, token_id: int) -> None:
-        """Add one token."""
+        """Add one token; a stop token has no text, and no entry in ``ends``."""
+        if token_id in self._stop_ids:
+            return
         self._window.append(token_id)
         self.ends.append(self._advance(is_last=False))
 
@@ -162,6 +165,10 @@ class Request:
         """The text without stop token and stop string; of a running request the text that no later token changes."""
         return self.incremental_text.text if self.incremental_text is not None else ""
 
+    def new_text(self, decode: Decode) -> IncrementalText:
+        """The text of the answer's tokens, without stop token and stop string, before the first token."""
+        return IncrementalText(decode, self.params.stop, self.stop_ids)
+
     @property
     def num_target_forwards(self) -> int:
         """Target forwards that generated tokens (prefill not counted)."""
@@ -196,9 +203,9 @@ class Request:
         for token in emitted:
             self.token_ids.append(token)
             is_stop = token in self.stop_ids
-            if self.incremental_text is not None and not is_stop:
+            if self.incremental_text is not None:
                 self.incremental_text.push(token)
-                is_stop = self.incremental_text.is_stopped
+                is_stop |= self.incremental_text.is_stopped
             if is_stop or len(self.token_ids) >= self.limit:
                 self.finish("stop" if is_stop else "length")
                 break

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from drafter.engine.request import IncrementalText, Request, StepTree, TokenLogprob, Update
+from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
@@ -151,7 +151,7 @@ class Choice:
         self.answer = answer
         self.request = request
         self._index = index
-        self._text = IncrementalText(answer.model.text_of, request.params.stop)
+        self._text = request.new_text(answer.model.text_of)
         self._shown = ""
         self._is_finished = False
         self.num_steps = 0
@@ -171,8 +171,7 @@ class Choice:
         self.num_steps += 1
         self._is_finished = update.finish_reason is not None
         for token_id in update.token_ids:
-            if token_id not in request.stop_ids:
-                self._text.push(token_id)
+            self._text.push(token_id)
         if self._is_finished:
             self._text.finish()
         if not (body.stream or self._is_finished):
