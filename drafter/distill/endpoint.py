@@ -3,10 +3,11 @@
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from drafter.decoding.params import SamplingSettings
 from drafter.distill.prompts import AnswerStream, WantedAnswer, row_of
 from drafter.utils.client import Client, ServerError
 
@@ -79,14 +80,10 @@ class Endpoint(Client):
 
 def _body(model: str, wanted: WantedAnswer) -> dict[str, Any]:
     prompt, params = wanted.prompt, wanted.params
-    body = {
-        "model": model,
-        "messages": list(prompt.messages),
-        "max_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "seed": params.seed % 2**31,
-    }
-    # Sent only where the user asks for them: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    top_p = params.top_p if params.top_p < 1 else None
-    more = {"top_k": params.top_k, "min_p": params.min_p, "top_p": top_p, "tools": list(prompt.tools)}
-    return body | {name: value for name, value in more.items() if value}
+    # What the user asks for: OpenAI has no top_k and min_p, but vLLM and SGLang do.
+    values = [(item, getattr(params, item.name)) for item in fields(SamplingSettings)]
+    asked = {item.name: value for item, value in values if value != item.default}
+    asked.pop("max_new_tokens", None)
+    asked |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed % 2**31}
+    asked |= {"tools": list(prompt.tools)} if prompt.tools else {}
+    return {"model": model, "messages": list(prompt.messages), **asked}

@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from drafter.decoding.params import SamplingParams
@@ -40,10 +35,10 @@ AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
 
 # What transformers may have made of the settings: processors, by the sampling parameter that they stand for; criteria.
 _WARPERS = {
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopKLogitsWarper: "top_k",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.MinPLogitsWarper: "min_p",
 }
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 # Inputs of the model that a caller may give: the rest would change the answer, or go unused.

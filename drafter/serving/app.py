@@ -23,7 +23,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request as EngineRequest
 from drafter.engine.request import RequestOptions
@@ -148,23 +147,13 @@ class Server:
 
     def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
-        params = SamplingParams(
-            max_new_tokens=min(body.max_tokens or self.max_length, self.max_length),
-            temperature=body.temperature,
-            top_k=max(0, body.top_k),
-            # 0 keeps the likeliest token alone, like any value below the probability of that token.
-            top_p=max(body.top_p, 1e-9),
-            min_p=body.min_p,
-            stop=body.stops,
-            stop_token_ids=tuple(body.stop_token_ids),
-            ignore_eos=body.ignore_eos,
-        )
+        params = body.params(self.max_length)
         options = RequestOptions(body.speculation, body.num_logprobs, want_tree=body.details and body.stream)
         make = self.worker.engine.make_request
         places = itertools.product(prompts, range(body.n))
         try:
             return [
-                make(ids, replace(params, seed=_seed(body, choice)), options, want_text=bool(body.stops))
+                make(ids, replace(params, seed=_seed(body, choice)), options, want_text=bool(params.stop))
                 for ids, choice in places
             ]
         except ValueError as error:

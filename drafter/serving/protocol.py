@@ -5,9 +5,10 @@ refused by name, unless its value asks for nothing: the field may ask for an ans
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, create_model, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
@@ -132,33 +133,41 @@ class StreamOptions(BaseModel):
 def _limits(name: str, low: float | None = None) -> Any:
     """The engine's range of a sampling parameter; ``low``: the API's lower end in place of the engine's."""
     span = range_of(SamplingParams, name)
-    assert span is not None
+    if span is None:
+        return Field()
     ge, gt = (span.low, span.above) if low is None else (low, None)
     return Field(ge=ge, gt=gt, le=span.high, allow_inf_nan=None if isinstance(span.low, int) else False)
 
 
 _Number = Annotated[float, Field(strict=True)]
+_KINDS: Mapping[type, Any] = {int: StrictInt, float: _Number, bool: StrictBool}
+# Numbers and switches of the engine are fields of the API, with the engine's names, ranges and defaults.
+_engine_fields: dict[str, Any] = {
+    item.name: (Annotated[_KINDS[type(item.default)], _limits(item.name)], item.default)
+    for item in fields(SamplingParams)
+    if type(item.default) in _KINDS and item.name not in ("max_new_tokens", "seed")
+}
+_EngineFields: Any = create_model("_EngineFields", __base__=_Body, **_engine_fields)
 _Count = Annotated[StrictInt, Field(ge=1)]  # the server cuts a larger number to the context
 _TokenId = Annotated[StrictInt, _limits("stop_token_ids")]
 _PromptId = Annotated[StrictInt, Field(ge=0)]
 _StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class Generation(_Body):
-    """The fields of both kinds of requests."""
+class Generation(_EngineFields):
+    """The fields of both kinds of requests; here stand those that differ from the engine's."""
 
     model: StrictStr
+    max_tokens: _Count | None = None  # up to the end of the context
     temperature: Annotated[_Number, _limits("temperature")] = 1.0
     top_p: Annotated[_Number, _limits("top_p", 0.0)] = 1.0
     top_k: Annotated[StrictInt, _limits("top_k", -1)] = 0
-    min_p: Annotated[_Number, _limits("min_p")] = 0.0
     seed: Annotated[StrictInt, _limits("seed")] | None = None
     stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] = []
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: StrictBool = False
     return_token_ids: StrictBool = Field(
         default=False, description="the answer holds the token ids of prompt and answer, as with vLLM; not for streams"
     )
@@ -176,17 +185,19 @@ class Generation(_Body):
             raise _refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
         return self
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def params(self, max_length: int) -> SamplingParams:
+        """The engine's parameters, without a seed, of an answer of at most ``max_length`` tokens."""
+        own = {name: getattr(self, name) for name in _engine_fields}
+        own["top_k"], own["stop_token_ids"] = max(0, self.top_k), tuple(self.stop_token_ids)
+        own["top_p"] = max(self.top_p, 1e-9)  # 0 keeps the likeliest token alone, like any value below its probability
+        own["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return SamplingParams(min(self.max_tokens or max_length, max_length), **own)
 
 
 class ChatRequest(Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: _Many[Message]
-    max_tokens: _Count | None = None  # up to the end of the context
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
