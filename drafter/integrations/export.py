@@ -22,8 +22,8 @@ import torch
 from drafter.integrations.vllm import ARCHITECTURE
 from drafter.integrations.vllm.export import write_vllm
 from drafter.models import apple_format
-from drafter.models.checkpoint import drafter_from_checkpoint, drafter_of_checkpoint, read_trained, shape_of
-from drafter.models.config import DrafterConfig
+from drafter.models.checkpoint import drafter_from_checkpoint, drafter_of_checkpoint, read_trained
+from drafter.models.config import DrafterConfig, shape_of
 from drafter.models.drafter import RecurrentDrafter, check_target
 from drafter.models.files import TUNED_FILE, WEIGHTS
 from drafter.runtimes.loading import load_target

@@ -23,10 +23,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter.models.config import DrafterConfig
+from drafter.models.config import DrafterConfig, shape_of
 from drafter.models.files import WEIGHTS
 
 MODEL_TYPE = "recurrent_drafting_drafter"
+# Fields of the shape that the format has, that fold into its weights, or that go with `context`.
+_EXPRESSED = {"vocab_size", "hidden_size", "num_res_blocks", "head", "block_rank", "draft_vocab_size", "context_layers"}
 _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
 
 
@@ -130,8 +132,9 @@ def write_folder(
 
 def _check_expressible(config: DrafterConfig) -> None:
     refusal = "this drafter cannot be written in the published format:"
-    if config.context != "last":
-        raise ValueError(f"{refusal} context {config.context!r}: the format knows the last hidden state only")
+    for name, value in shape_of(config.to_dict()).items():
+        if name not in _EXPRESSED and value != (only := getattr(DrafterConfig, name)):
+            raise ValueError(f"{refusal} {name} {value!r}: the format knows {only!r} only")
     if config.head != "tied" and config.num_outputs != config.vocab_size:
         raise ValueError(
             f"{refusal} draft_vocab_size {config.num_outputs} with head {config.head!r}: the format has a row for each "

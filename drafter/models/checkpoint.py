@@ -17,7 +17,6 @@ from drafter.utils.io import first_line, recover
 from drafter.utils.parse import validated
 
 _PREFIX = "drafter."  # of the drafter's tensors in the state dict of DrafterModule
-_NO_SHAPE = {"draft_length", "hidden_scale", "embedding_scale", "target_name", "target_revision", "target_fingerprint"}
 
 
 class _Content(TypedDict):
@@ -75,10 +74,3 @@ def drafter_of_checkpoint(path: str | Path) -> RecurrentDrafter:
         except OSError as error:
             raise ValueError(f"{str(path)!r} is no exported drafter: {first_line(error)}") from error
     return drafter_from_checkpoint(read_trained(path))
-
-
-def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config on which the shapes of the weights, and the time of a drafting step, depend."""
-    names = DrafterConfig.__annotations__.keys() - _NO_SHAPE
-    found = {name: config.get(name, getattr(DrafterConfig, name)) for name in names}
-    return found | {"context_layers": list(found["context_layers"] or ())}

@@ -11,22 +11,14 @@ from drafter.utils.validate import check_ranges, within
 
 _CHOICES = {"context": ("last", "fused"), "head": ("full", "tied")}
 _MAX_CONTEXT_LAYERS = 64
+_NO_SHAPE = {"draft_length", "hidden_scale", "embedding_scale", "target_name", "target_revision", "target_fingerprint"}
 _FINGERPRINT = re.compile("([0-9a-f]{4})*(-[a-z0-9]+)?")  # hex digits, and a scheme of rounding
 
 # Keys that transformers itself writes into or passes through a config; any other unknown key is a mistake.
 _LIBRARY_KEYS = {
-    "model_type",
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "name_or_path",
-    "_name_or_path",
-    "_commit_hash",
-    "attn_implementation",
-    "output_attentions",
-    "_attn_implementation_autoset",
-}
+    "model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "name_or_path", "_name_or_path",
+    "_commit_hash", "attn_implementation", "output_attentions", "_attn_implementation_autoset",
+}  # fmt: skip
 
 
 class DrafterConfig(PreTrainedConfig):
@@ -118,3 +110,10 @@ class DrafterConfig(PreTrainedConfig):
                 f"drafter context {self.context!r} with context_layers {list(self.context_layers)}: "
                 "fused needs layers, the others take none"
             )
+
+
+def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config on which the shapes of the weights, and the time of a drafting step, depend."""
+    names = DrafterConfig.__annotations__.keys() - _NO_SHAPE
+    found = {name: config.get(name, getattr(DrafterConfig, name)) for name in names}
+    return found | {"context_layers": list(found["context_layers"] or ())}

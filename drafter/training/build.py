@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.models.checkpoint import drafter_of_checkpoint, shape_of
-from drafter.models.config import DrafterConfig
+from drafter.models.checkpoint import drafter_of_checkpoint
+from drafter.models.config import DrafterConfig, shape_of
 from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.training.options import DrafterOptions
