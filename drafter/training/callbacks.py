@@ -55,6 +55,8 @@ class TokensPerStep(Callback):
     same prompts: a sharded target's processes run each forward together.
     """
 
+    rising = ("val/tokens_per_step", "val/accepted")  # as of DrafterModule
+
     def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64) -> None:
         """
         Args:

@@ -81,6 +81,7 @@ class DrafterModule(LightningModule):
             processes count like this one.
     """
 
+    rising = ("val/top",)  # beginnings of the names of logged metrics of which more is better
     drafter: RecurrentDrafter
     teacher: Teacher
     _draft_index_V: Tensor

@@ -73,8 +73,8 @@ class TrainCLI(LightningCLI):
         config: Any = self.config
         root = config.trainer.default_root_dir or _DEFAULT_FOLDER
         config.trainer.default_root_dir = root
-        if "loss" not in (config.checkpoint.monitor or "loss"):
-            config.checkpoint.mode = "max"  # tokens per step, and shares of right guesses
+        if str(config.checkpoint.monitor).startswith(DrafterModule.rising + TokensPerStep.rising):
+            config.checkpoint.mode = "max"
         if config.checkpoint.dirpath is None:
             config.checkpoint.dirpath = str(Path(root) / "checkpoints")
 
@@ -144,7 +144,7 @@ def train(args: Sequence[str] | dict[str, Any]) -> None:
         raise ValueError(first_line(error)) from error
     trainer: Any = cli.trainer
     monitor = str(trainer.checkpoint_callback.monitor)
-    is_decoded = monitor.startswith(("val/tokens_per_step", "val/accepted"))
+    is_decoded = monitor.startswith(TokensPerStep.rising)
     if is_decoded and not any(isinstance(callback, TokensPerStep) for callback in trainer.callbacks):
         raise ValueError(
             f"--checkpoint.monitor {monitor} is measured by decoding: add --trainer.callbacks "
