@@ -137,7 +137,7 @@ class Plan(Checked):
         max_num_seqs, max_model_len, enable_prefix_caching, prefill_chunk, compile: as of :class:`EngineConfig`.
         tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
         is_live: W, L and N follow the speed of the engine's own steps; ``drafting`` has the largest tree.
-        max_drafted_rows: a step of more running rows is plain decoding, except for draft-model.
+        max_drafted_rows: a step of more running rows is plain decoding, where the method reads ``tree_size``.
         dtype: number format of the step.
         reason: one line for people: method, tree, and the origin of both.
     """
@@ -235,7 +235,7 @@ def resolve(
         default = next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
     drafting = way.choose(config, default, drafter)
     text = ", ".join(part for part in (method, drafting.describe()) if part)
-    if drafting.has_tree and is_open:
+    if "tree_size" in METHODS[method].reads and is_open:  # N is a choice
         limit = _MOST_LIVE_ROWS if is_live else max(1, cheap // drafting.tree_size)
         text += " or less, whatever is fastest while it runs" if is_live else ""
         text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""

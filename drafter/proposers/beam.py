@@ -33,7 +33,6 @@ class BeamDrafting(Drafting):
     """Numbers and switches of a beam search of the drafter: :class:`BeamProposer` says what each does."""
 
     method: ClassVar = "drafter"
-    has_tree: ClassVar = True
     beam_width: int = within(8, low=1, high=256)
     draft_length: int = within(4, low=1, high=32)
     tree_size: int = within(24, low=1, high=1024)

@@ -81,7 +81,6 @@ class LookupDrafting(Drafting):
     """Numbers of a lookup."""
 
     method: ClassVar = "lookup"
-    has_tree: ClassVar = True
     tree_size: int = within(24, low=1, high=1024)
     num_matches: int = within(8, low=1, high=256)  # that are followed; 1 drafts a chain
     lookup_length: int = within(10, low=1, high=64)  # tokens that one match proposes

@@ -61,7 +61,6 @@ class Drafting(Checked):
     """Base class of the settings of a way to draft: all numbers that its proposer needs, none of them open."""
 
     method: ClassVar[str]  # the name in ``METHODS``
-    has_tree: ClassVar[bool] = False  # N is a choice: too many rows for cheap trees then decode plainly by default
 
     @property
     def tree_size(self) -> int:
