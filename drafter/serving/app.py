@@ -147,11 +147,11 @@ class Server:
 
     def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
-        params = body.params(self.max_length)
         options = RequestOptions(body.speculation, body.num_logprobs, want_tree=body.details and body.stream)
         make = self.worker.engine.make_request
         places = itertools.product(prompts, range(body.n))
         try:
+            params = body.params(self.max_length)
             return [
                 make(ids, replace(params, seed=_seed(body, choice)), options, want_text=bool(params.stop))
                 for ids, choice in places
