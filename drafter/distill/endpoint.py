@@ -81,8 +81,7 @@ class Endpoint(Client):
 def _body(model: str, wanted: WantedAnswer) -> dict[str, Any]:
     prompt, params = wanted.prompt, wanted.params
     # What the user asks for: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    values = [(item, getattr(params, item.name)) for item in fields(SamplingSettings)]
-    asked = {item.name: value for item, value in values if value != item.default}
+    asked = {each.name: v for each in fields(SamplingSettings) if (v := getattr(params, each.name)) != each.default}
     asked.pop("max_new_tokens", None)
     asked |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed % 2**31}
     asked |= {"tools": list(prompt.tools)} if prompt.tools else {}

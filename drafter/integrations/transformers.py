@@ -35,11 +35,9 @@ AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
 
 # What transformers may have made of the settings: processors, by the sampling parameter that they stand for; criteria.
 _WARPERS = {
-    logits_process.TemperatureLogitsWarper: "temperature",
-    logits_process.TopKLogitsWarper: "top_k",
-    logits_process.TopPLogitsWarper: "top_p",
-    logits_process.MinPLogitsWarper: "min_p",
-}
+    logits_process.TemperatureLogitsWarper: "temperature", logits_process.TopKLogitsWarper: "top_k",
+    logits_process.TopPLogitsWarper: "top_p", logits_process.MinPLogitsWarper: "min_p",
+}  # fmt: skip
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 # Inputs of the model that a caller may give: the rest would change the answer, or go unused.
 _INPUTS = {"input_ids", "attention_mask", "use_cache", "logits_to_keep"}

@@ -55,18 +55,13 @@ class TrainCLI(LightningCLI):
             help="Weights & Biases project to log to, beside the CSV files; offline where no key is configured",
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults(
-            {
-                "checkpoint.filename": "best",
-                "checkpoint.monitor": "val/loss",
-                "checkpoint.enable_version_counter": False,
-                "checkpoint.auto_insert_metric_name": False,
-            }
-        )
+        parser.set_defaults({
+            "checkpoint.filename": "best", "checkpoint.monitor": "val/loss",
+            "checkpoint.enable_version_counter": False, "checkpoint.auto_insert_metric_name": False,
+        })  # fmt: skip
         parser.link_arguments("data", "model.data", apply_on="instantiate")
-        parser.link_arguments("model.target", "data.target")
-        parser.link_arguments("model.revision", "data.revision")
-        parser.link_arguments("model.trust_remote_code", "data.trust_remote_code")
+        for name in ("target", "revision", "trust_remote_code"):
+            parser.link_arguments(f"model.{name}", f"data.{name}")
 
     def before_instantiate_classes(self) -> None:
         """Put everything of a run into one folder: ``trainer.default_root_dir``."""

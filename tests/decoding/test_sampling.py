@@ -9,7 +9,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from drafter.decoding import sampling
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.sampling import gumbel_noise, make_warp, pick, warp_logits
+from drafter.decoding.sampling import Noise, gumbel_noise, make_warp, pick, pick_nodes, warp_logits
 from tests.reference import warpers
 
 MINUS_INF = -math.inf
@@ -57,6 +57,15 @@ def test_worked_example():
     equal_BNV = torch.tensor([[[2.0, 1.0, 1.0, 1.0, 0.0]]])  # equal logits are kept or dropped together
     for params in [Params(top_k=2), Params(top_p=0.6), Params(min_p=0.3)]:
         assert finite_logit_tokens(warp_logits(equal_BNV, make_warp([params]))[0, 0]) == [0, 1, 2, 3]
+
+
+def test_rows_with_a_filter_that_no_kernel_knows_are_picked_here(monkeypatch):
+    logits_BNV, seed_B = random_logits(len(MIXED), 3, 601), torch.arange(len(MIXED))
+    depth_BN, noise = torch.arange(3).expand(len(MIXED), -1), Noise(seed_B, seed_B * 7)
+    expected_BN = pick_nodes(logits_BNV, depth_BN, noise, make_warp(MIXED))
+    monkeypatch.setattr(sampling, "_KERNEL_FILTERS", ("top_k", "top_p"))
+    monkeypatch.delattr(sampling.native, "pick")
+    assert torch.equal(pick_nodes(logits_BNV, depth_BN, noise, make_warp(MIXED)), expected_BN)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 50, 601])
