@@ -42,6 +42,10 @@ def form(request, monkeypatch):
         pytest.skip("the native step was not built")
 
 
+class FakeTarget(SimpleNamespace):
+    """What a drafter asks of its target, and can be referred to weakly."""
+
+
 class Case:
     """A random drafter, a random batch of rows, and how to search."""
 
@@ -78,7 +82,7 @@ class Case:
         self.drafter.set_draft_token_ids(torch.randperm(self.vocab_size)[: self.draft_size].sort().values)
         embedding_VD = torch.randn(self.vocab_size, D)
         self.embed = lambda token: embedding_VD[token]
-        self._target = SimpleNamespace(
+        self._target = FakeTarget(
             name="t",
             vocab_size=self.vocab_size,
             hidden_size=D,
