@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging as transformers_logging
 
-from drafter.runtimes.base import Spec, Unsuitable
+from drafter.runtimes.base import DTYPES, Spec, Unsuitable, resolve_device, resolve_dtype
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch import TorchRuntime
-from drafter.targets.catalog import place_of
+from drafter.targets.catalog import checkpoint_files, place_of
 from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
-from drafter.targets.loading import DTYPES, checkpoint_files, read_checkpoint, resolve_device, resolve_dtype
+from drafter.targets.loading import read_checkpoint
 from drafter.targets.rounding import BITS, round_linears
 from drafter.targets.target import Target
 from drafter.utils.validate import require_choice

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
-from drafter.targets.catalog import place_of
+from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer
 from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
 from drafter.targets.sharding import load_sharded
@@ -21,63 +20,6 @@ from drafter.utils.parse import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
-
-
-def resolve_device(device: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) into a device.
-
-    Raises:
-        ValueError: this machine, or this build of torch, lacks the device.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device == "auto":
-        # Apple's GPUs have no float64, in which the noise of sampling is computed.
-        return torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
-    number = 0 if accelerator is None else torch.accelerator.device_count()
-    here = [] if accelerator is None else [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(number))]
-    if device not in ("cpu", *here):
-        raise ValueError(
-            f"--device {device!r}: torch finds {', '.join(['cpu', *here])} here; use one of these, or auto"
-        )
-    return torch.device(device)
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn one of :data:`DTYPES` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[dtype]
-
-
-def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
-    """The files of a folder or hub id that decide what its model computes; those of a hub id are fetched.
-
-    ValueError: the hub does not give the files, and none are here.
-    """
-    folder = place
-    if not isinstance(folder, Path):
-        try:
-            folder = Path(
-                snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors", *_DECIDING[1:]])
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--target {place!r} cannot be loaded: {first_line(error)}") from error
-    return sorted(file for end in _DECIDING for file in folder.glob(end))
-
-
-def read_tokenizer(place: Path | str, **shared: Any) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model.
-
-    ``shared``: revision and trust_remote_code.
-    """
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if isinstance(place, Path) and not any((place / name).exists() for name in names):
-        return None
-    found: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(place, **shared)
-    return found
 
 
 def read_checkpoint(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafter.kernels import native
-from drafter.runtimes.base import Slots, Spec, Unsuitable
+from drafter.runtimes.base import Slots, Spec, Unsuitable, resolve_device
 from drafter.runtimes.native.family import FAMILIES
 from drafter.runtimes.native.runtime import NativeRuntime
 from drafter.runtimes.native.weights import (
@@ -27,10 +27,8 @@ from drafter.runtimes.native.weights import (
     rounded,
     tensors_of_gguf,
 )
-from drafter.targets.catalog import place_of, stored_file
+from drafter.targets.catalog import checkpoint_files, home_folder, key_of, place_of, read_tokenizer, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
-from drafter.targets.home import home_folder, key_of
-from drafter.targets.loading import checkpoint_files, read_tokenizer, resolve_device
 from drafter.targets.rounding import BITS
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
