@@ -13,10 +13,10 @@ from drafter.runtimes.base import DTYPES, Spec, Unsuitable, resolve_device, reso
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch import TorchRuntime
 from drafter.targets.catalog import checkpoint_files, place_of
-from drafter.targets.device_map import copy_once, layer_devices
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
 from drafter.targets.loading import read_checkpoint
-from drafter.targets.rounding import BITS, round_linears
+from drafter.targets.quantized import BITS, round_linears
+from drafter.targets.spread import copy_once, layer_devices
 from drafter.targets.target import Target
 from drafter.utils.validate import require_choice
 
@@ -72,7 +72,7 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
             trust_remote_code: run code that comes with the model; never done unless asked for.
             num_shards, device_map: as of :func:`drafter.targets.loading.read_checkpoint`.
             quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
-            (:mod:`drafter.targets.rounding`). The target is then another model, with its own text.
+            (:mod:`drafter.targets.quantized`). The target is then another model, with its own text.
             is_trainable: the weights stay plain numbers in torch, for training, export and readers of states.
 
     Raises:

@@ -15,8 +15,8 @@ from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
 from drafter.runtimes.two_parts import TwoParts
 from drafter.targets.cache import NothingKept, SlotCache, cache_keyword, use_folded_attention
 from drafter.targets.capabilities import Capabilities, LogitMap, decoder_of, final_norm, probe, refusal
-from drafter.targets.masks import slot_positions, slots_mask
 from drafter.targets.quantized import dense_weight, has_plain_weights
+from drafter.targets.slots import slot_positions, slots_mask
 from drafter.utils.io import first_line
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, CacheShape, LayerShape, cache_keyword
-from drafter.targets.masks import Window
+from drafter.targets.slots import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

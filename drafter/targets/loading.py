@@ -12,9 +12,8 @@ import transformers
 from safetensors import safe_open
 
 from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer
-from drafter.targets.device_map import load_mapped
 from drafter.targets.quantized import has_plain_weights, reading_of
-from drafter.targets.sharding import load_sharded
+from drafter.targets.spread import load_mapped, load_sharded
 from drafter.utils.io import first_line
 from drafter.utils.parse import read_json_object
 
@@ -39,8 +38,8 @@ def read_checkpoint(
     Args:
         name: alias, hub id, folder or .gguf file.
         dtype, device: of the weights.
-        num_shards: processes of a node that share the weights (:mod:`drafter.targets.sharding`).
-        device_map: ``auto`` or a file (:mod:`drafter.targets.device_map`); None: one device.
+        num_shards: processes of a node that share the weights.
+        device_map: ``auto`` or a file (:mod:`drafter.targets.spread`); None: one device.
         quantization: of ``--quantization``; a checkpoint that comes quantised takes none.
         **shared: revision and trust_remote_code.
 

@@ -29,7 +29,7 @@ from drafter.runtimes.native.weights import (
 )
 from drafter.targets.catalog import checkpoint_files, home_folder, key_of, place_of, read_tokenizer, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
-from drafter.targets.rounding import BITS
+from drafter.targets.quantized import BITS
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafter.kernels import native
 from drafter.runtimes.base import Slots, TargetOutput, Traits, Unsuitable, process_threads
-from drafter.runtimes.native.family import describe, head_dim_of, rotation_table
+from drafter.runtimes.native.family import describe
 from drafter.runtimes.native.weights import Stored, matrix
 
 _LAYER = "model.layers.{}."
@@ -28,6 +28,7 @@ _MOST_QUERIES = 32  # query heads that share a key head
 # Nodes that pay for one row, by instructions: more cost arithmetic (docs/performance.md).
 _CHEAP_TOKENS = {"avx512-vnni": 4, "avx-vnni": 4}
 _IGNORED = ("rotary_emb.inv_freq",)
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the length of a text
 
 
 def _padded(number: int) -> int:
@@ -127,7 +128,7 @@ class NativeRuntime:
 
     def _build(self) -> native.Model:
         config, said = self._config, self.description
-        heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
+        heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, said.head_dim
         num_layers, width = config.num_hidden_layers, config.intermediate_size
         if heads % key_heads or heads // key_heads > _MOST_QUERIES or dim % 2:
             raise Unsuitable(f"{heads} query heads over {key_heads} key heads of {dim} numbers are not supported")
@@ -254,7 +255,7 @@ class NativeRuntime:
         if self._tables and len(self._tables[0][0]) >= num_positions:
             return
         said = self.description
-        self._tables = [rotation_table(self._config, kind, num_positions) for kind in said.rotations]
+        self._tables = [rotation_table(self._config, kind, said.head_dim, num_positions) for kind in said.rotations]
         for place, (cosine, sine) in enumerate(self._tables):
             self._rotations[place] = native.Rotary(
                 2 * cosine.shape[1], num_positions, cosine.data_ptr(), sine.data_ptr()
@@ -340,3 +341,28 @@ class NativeRuntime:
         model = native.Model.from_buffer_copy(self._model)
         model.num_layers, model.layers = number, ctypes.cast(layers, ctypes.POINTER(native.Layer))
         return model.keep(layers)
+
+
+def rotation_table(config: Any, kind: str | None, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [num_positions, dim / 2], float32, as transformers computes them.
+
+    Raises:
+        Unsuitable: the rotation depends on the length of the text, or is not known.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters[kind] if kind is not None else config.rope_parameters
+    name, factor = parameters.get("rope_type", "default"), 1.0
+    if name not in _ROTATIONS:
+        raise Unsuitable(f"rotations of kind {name} are not described")
+    if name == "default":
+        share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+        dim = int(head_dim * share)
+        frequency = 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    else:
+        given = {} if kind is None else {"layer_type": kind}
+        frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
+    angle = torch.arange(num_positions).float()[:, None] * frequency.float()
+    if not math.isfinite(factor) or not 0 < 2 * len(frequency) <= head_dim:
+        raise Unsuitable("its rotation has no finite scale, or turns more numbers than a head has")
+    return (angle.cos() * factor).contiguous(), (angle.sin() * factor).contiguous()
