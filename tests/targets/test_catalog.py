@@ -179,6 +179,7 @@ def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path) -> None:
 
 
 def test_other_bytes_places_and_facts_have_another_key(tmp_path: Path) -> None:
+    """What is made of files has another key also where size and time are the same."""
     file = tmp_path / "weights.bin"
     file.write_bytes(bytes(4096))
     key = key_of([file], "float32")

@@ -19,7 +19,8 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.base import resolve_device, resolve_dtype
 from drafter.runtimes.loading import load_target, wrap_model
-from drafter.targets.cache import FOLDED_ATTENTION, SlotCache
+from drafter.targets.attention import FOLDED_ATTENTION
+from drafter.targets.cache import SlotCache
 from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target

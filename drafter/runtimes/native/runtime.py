@@ -106,7 +106,7 @@ class NativeRuntime:
         self.traits = Traits(
             number_format,
             is_exact=True,
-            has_plain_logits=self._has_plain_logits(),
+            has_plain_logits=self.description.logit_scale == 1 and not self.description.logit_cap,
             cheap_tokens=cheap,
             num_threads=process_threads(),
         )
@@ -120,9 +120,6 @@ class NativeRuntime:
         self._model = self._build()
         if self._left:
             raise Unsuitable(f"its weight {min(self._left)} is not described")
-
-    def _has_plain_logits(self) -> bool:
-        return self.description.logit_scale == 1 and not self.description.logit_cap
 
     # -- building ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.two_parts import TwoParts
+from drafter.targets.attention import TwoParts
 from drafter.targets.cache import CacheShape, LayerShape, SlotCache
 from drafter.targets.slots import Slots, slots_mask
 from tests.engine.drafters import trained_drafter
