@@ -164,15 +164,11 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     wanted = module.eval()(inputs_embeds=embedding, use_cache=False, return_dict=True).last_hidden_state
     model = runtime.first_layers(number)
     cache = runtime.new_cache(1, 16)
-    place = torch.arange(8)[None].contiguous()
+    place = torch.arange(8)[None]
     found = []
     for part, ancestor in ((slice(0, 5), None), (slice(5, 8), torch.ones(1, 3, 3, dtype=torch.bool).tril())):
-        slots = Slots(place[:, part].contiguous(), place[:, part].contiguous(), ancestor)
-        given = native.Tokens(
-            1, slots.slot_BT.shape[1], 0, slots.slot_BT.data_ptr(), slots.position_BT.data_ptr(),
-            None if ancestor is None else ancestor.data_ptr(),
-        )  # fmt: skip
-        found.append(native.forward(model, cache.native, given, embedding[:, part].contiguous())[0])
+        slots = Slots(place[:, part], place[:, part], ancestor)
+        found.append(runtime.run(model, embedding[:, part].contiguous(), slots, cache).hidden_BTD)
     return float((torch.cat(found, dim=1) - wanted).norm() / wanted.norm())
 
 

@@ -52,7 +52,6 @@ class NativeCache:
         self.native = native.Cache(num_rows, slots, num_slots, self._keys.data_ptr(), self._values.data_ptr())
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
-        """Copy slots within rows 0 .. B-1."""
         self.check(source_BL, 0)
         self.check(destination_BL, 0)
         native.move_slots(self._model, self.native, source_BL, destination_BL)
@@ -70,7 +69,7 @@ class NativeCache:
 
 
 class NativeRuntime:
-    """Runs a described decoder; its attributes are those of :class:`drafter.runtimes.base.Runtime`.
+    """Runs a described decoder as a :class:`drafter.runtimes.base.Runtime`, which documents what is not told here.
 
     Args:
         config: of the text model.
@@ -262,20 +261,16 @@ class NativeRuntime:
 
     @cached_property
     def embedding_weight_VD(self) -> Tensor:
-        """Input embeddings as plain numbers, without the embedding's scale, [V, D]."""
         return native.unpack_rows(self.embedding_matrix, torch.arange(self.vocab_size))
 
     @cached_property
     def output_weight_VD(self) -> Tensor:
-        """The output matrix as plain numbers, [V, D]."""
         return native.unpack_rows(self.head, torch.arange(self.vocab_size))
 
     def output_rows(self, token_X: Tensor) -> Tensor:
-        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
         return native.unpack_rows(self.head, token_X)
 
     def embed(self, token: Tensor) -> Tensor:
-        """Input embeddings as the first layer gets them: int64 [...] -> [..., D]."""
         rows = native.unpack_rows(self.embedding_matrix, token.reshape(-1))
         if self.embedding_scale != 1:
             rows *= self.embedding_scale
@@ -286,12 +281,10 @@ class NativeRuntime:
         torch.set_num_threads(1)
 
     def new_cache(self, num_rows: int, num_slots: int) -> NativeCache:
-        """An empty cache."""
         self._reach(num_slots + 1)
         return NativeCache(self._model, num_rows, num_slots)
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
-        """Bytes of a cache."""
         model, slots = self._model, _padded(num_slots + 1)
         numbers = num_rows * slots * (model.head_dim + _padded(model.head_dim))
         return 4 * model.num_layers * model.num_key_heads * numbers
@@ -299,11 +292,21 @@ class NativeRuntime:
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: NativeCache | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """See :meth:`drafter.runtimes.base.Runtime.forward`."""
         if slots is None or cache is None:
             num_rows, num_tokens = token_BT.shape
             cache, position_T = self.new_cache(num_rows, num_tokens), torch.arange(num_tokens)
             slots = Slots(position_T.expand(num_rows, -1), position_T.expand(num_rows, -1), None)
+        return self.run(self._model, self.embed(token_BT), slots, cache, context_layers)
+
+    def run(
+        self,
+        model: native.Model,
+        embedding_BTD: Tensor,
+        slots: Slots,
+        cache: NativeCache,
+        context_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """The forward of this model, or of its first layers, over embeddings."""
         cache.check(slots.slot_BT, slots.first_row)
         is_padding_BT = slots.slot_BT == cache.spare_slot
         assert ((slots.position_BT <= slots.slot_BT) | is_padding_BT).all(), "a position behind its slot"
@@ -313,12 +316,10 @@ class NativeRuntime:
             *slot_BT.shape, slots.first_row, slot_BT.data_ptr(), position_BT.data_ptr(),
             None if ancestor_BTT is None else ancestor_BTT.data_ptr(),
         )  # fmt: skip
-        embedding_BTD = self.embed(token_BT)
-        hidden_BTD, states = native.forward(self._model, cache.native, tokens, embedding_BTD, context_layers)
+        hidden_BTD, states = native.forward(model, cache.native, tokens, embedding_BTD, context_layers)
         return TargetOutput(hidden_BTD, torch.cat(states, dim=-1) if states else hidden_BTD)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output logits [..., V] of final hidden states [..., D]."""
         product = native.multiply(self.head, hidden)
         if self.description.logit_scale != 1:
             product *= self.description.logit_scale
