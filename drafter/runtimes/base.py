@@ -14,8 +14,6 @@ from torch import Tensor
 from drafter.targets.slots import Slots as Slots
 from drafter.targets.slots import TargetOutput as TargetOutput
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Unsuitable(Exception):
     """A runtime cannot run a target; the text says why, and another runtime may.
@@ -33,8 +31,8 @@ class Spec(NamedTuple):
     """What :func:`drafter.runtimes.loading.load_target` was asked for; see its arguments."""
 
     name: str
+    device: torch.device
     dtype: str = "auto"
-    device: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     num_shards: int = 1
@@ -46,32 +44,6 @@ class Spec(NamedTuple):
     def is_whole(self) -> bool:
         """Whether one process on one device holds the target."""
         return self.num_shards == 1 and self.device_map is None
-
-
-def resolve_device(device: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) into a device.
-
-    Raises:
-        ValueError: this machine, or this build of torch, lacks the device.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device == "auto":
-        # Apple's GPUs have no float64, in which the noise of sampling is computed.
-        return torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
-    number = 0 if accelerator is None else torch.accelerator.device_count()
-    here = [] if accelerator is None else [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(number))]
-    if device not in ("cpu", *here):
-        raise ValueError(
-            f"--device {device!r}: torch finds {', '.join(['cpu', *here])} here; use one of these, or auto"
-        )
-    return torch.device(device)
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn one of :data:`DTYPES` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[dtype]
 
 
 @cache

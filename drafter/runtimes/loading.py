@@ -17,7 +17,7 @@ import transformers
 from safetensors import safe_open
 from transformers.utils import logging as transformers_logging
 
-from drafter.runtimes.base import DTYPES, Spec, Unsuitable, resolve_device, resolve_dtype
+from drafter.runtimes.base import Spec, Unsuitable
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch import TorchRuntime
 from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 QUANTIZATIONS = ("none", *BITS)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _load_torch(spec: Spec) -> Target:
     """A target that torch runs (ValueError: its files cannot be read, or the model cannot be spread or rounded so)."""
     if spec.dtype == "stored":
         raise Unsuitable("it has no kernels for a file's integers; give another --dtype")
-    place, device = place_of(spec.name), resolve_device(spec.device)
+    place = place_of(spec.name)
     try:
         files = checkpoint_files(place, spec.revision)
         _check_layers(files)
-        model, scheme = _read_model(spec, place, device)
+        model, scheme = _read_model(spec, place)
         shared = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
         tokenizer = read_tokenizer(place, **shared)
     except Exception as error:
@@ -60,7 +61,7 @@ def _load_torch(spec: Spec) -> Target:
     runtime = TorchRuntime(model, spec.name, is_sharded=spec.num_shards > 1, layer_devices=devices)
     if devices:
         copy_once(model, spec.name, devices)
-    if spec.is_whole and not spec.is_trainable and device.type == "cpu":
+    if spec.is_whole and not spec.is_trainable and spec.device.type == "cpu":
         runtime.pack()
     return Target(
         runtime, tokenizer, model.config, name=spec.name, fingerprint=fingerprint,
@@ -69,9 +70,9 @@ def _load_torch(spec: Spec) -> Target:
     )  # fmt: skip
 
 
-def _read_model(spec: Spec, place: Path | str, device: torch.device) -> tuple[Any, str]:
+def _read_model(spec: Spec, place: Path | str) -> tuple[Any, str]:
     """The model on its devices, and the scheme by which its checkpoint was quantised; empty for plain weights."""
-    dtype = resolve_dtype(spec.dtype, device)
+    dtype = resolve_dtype(spec.dtype, spec.device)
     shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
     scheme, arguments = reading_of(place, shared)
     if scheme and (spec.device_map is not None or spec.quantization != "none"):
@@ -79,16 +80,16 @@ def _read_model(spec: Spec, place: Path | str, device: torch.device) -> tuple[An
         raise ValueError(f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})")
     load = partial(_load_model, place, dtype, shared | arguments)
     if spec.device_map is not None:
-        model: Any = load_mapped(place, dtype, shared, spec.device_map, device)
+        model: Any = load_mapped(place, dtype, shared, spec.device_map, spec.device)
     elif spec.num_shards > 1:
-        model = load_sharded(load, spec.num_shards, device, spec.name)
+        model = load_sharded(load, spec.num_shards, spec.device, spec.name)
     else:
         model = load()
     for config in (model.config, model.config.get_text_config()):
         config.return_dict = True  # a checkpoint's own choice would make tuples of all results
     if spec.device_map is None:
         # Transformers gives weights that it made plain the dtype of their scales.
-        model = model.to(device, dtype if scheme and has_plain_weights(model) else None)
+        model = model.to(spec.device, dtype if scheme and has_plain_weights(model) else None)
     return model, scheme
 
 
@@ -142,16 +143,16 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
 RUNTIMES: dict[str, Callable[[Spec], Target]] = {"native": load_native, "torch": _load_torch}
 
 
-def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
+def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **asked: Any) -> Target:
     """Load a target by alias, hub id, local folder or ``.gguf`` file, without the bars and notices of transformers.
 
     Args:
         name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
         runtime: ``auto`` or a name in :data:`RUNTIMES`.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
         **asked: further fields of :class:`drafter.runtimes.base.Spec`:
             dtype: ``float32``, ``bfloat16``, ``float16``; ``stored``: the weights as the file has them; ``auto``: each
             runtime's own choice (torch: bfloat16 on an accelerator, float32 on a CPU).
-            device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
             num_shards: processes of a node that share the weights (:mod:`drafter.targets.spread`).
@@ -164,7 +165,7 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
         ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a target,
             or a target that the named runtime or scheme cannot run.
     """
-    spec = Spec(name, **asked)
+    spec = Spec(name, resolve_device(device), **asked)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     require_choice("runtime", runtime, ("auto", *RUNTIMES))
@@ -186,6 +187,32 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
             level = logging.INFO if error.is_expected or runtime != "auto" else logging.WARNING
             _log.log(level, "%s", reasons[-1])
     raise ValueError("; ".join(reasons))
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) into a device.
+
+    Raises:
+        ValueError: this machine, or this build of torch, lacks the device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "auto":
+        # Apple's GPUs have no float64, in which the noise of sampling is computed.
+        return torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
+    number = 0 if accelerator is None else torch.accelerator.device_count()
+    here = [] if accelerator is None else [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(number))]
+    if device not in ("cpu", *here):
+        raise ValueError(
+            f"--device {device!r}: torch finds {', '.join(['cpu', *here])} here; use one of these, or auto"
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn one of :data:`DTYPES` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[dtype]
 
 
 def wrap_model(

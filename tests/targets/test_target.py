@@ -17,8 +17,7 @@ from torch import Tensor
 from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.base import resolve_device, resolve_dtype
-from drafter.runtimes.loading import load_target, wrap_model
+from drafter.runtimes.loading import load_target, resolve_device, resolve_dtype, wrap_model
 from drafter.targets.attention import FOLDED_ATTENTION
 from drafter.targets.cache import SlotCache
 from drafter.targets.fingerprint import fingerprint_of

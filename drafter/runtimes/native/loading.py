@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafter.kernels import native
-from drafter.runtimes.base import Slots, Spec, Unsuitable, resolve_device
+from drafter.runtimes.base import Slots, Spec, Unsuitable
 from drafter.runtimes.native.family import FAMILIES
 from drafter.runtimes.native.runtime import NativeRuntime
 from drafter.runtimes.native.weights import (
@@ -45,7 +45,7 @@ def load_native(spec: Spec) -> Target:
         Unsuitable: the library was not built, or does not run this target; says why.
         ValueError: a file is damaged, or does not fit its configuration.
     """
-    if resolve_device(spec.device).type != "cpu" or not spec.is_whole or spec.is_trainable:
+    if spec.device.type != "cpu" or not spec.is_whole or spec.is_trainable:
         raise Unsuitable("it decodes whole targets on a CPU", is_expected=True)
     if spec.trust_remote_code or spec.dtype == "float16":
         raise Unsuitable("it runs described models as their files store them, in float32 or in bfloat16")
