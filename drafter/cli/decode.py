@@ -81,7 +81,6 @@ def decode(options: DecodeOptions) -> None:
     from drafter.engine.engine import Engine
 
     asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
-    prompts: list[Prompt] = [each.prompt for each in asked]
     if options.out is not None:
         check_output(options.out, overwrite=options.overwrite)
     engine = Engine.of(options)
@@ -89,11 +88,9 @@ def decode(options: DecodeOptions) -> None:
     if not asked:
         _chat(engine, options)
     elif len(asked) == 1 and options.out is None and not options.compare:
-        _say(engine, options, prompts[0])
+        _say(engine, options, asked[0].prompt)
     else:
-        answers = (
-            _compare(engine, options, asked, prompts) if options.compare else _answer_all(engine, options, prompts)
-        )
+        answers = (_compare if options.compare else _answer_all)(engine, options, asked)
         if options.out is not None:
             # The record first: by its record a later run knows the file as its own.
             settings = {"sampling": vars(part_of(options, SamplingParams)), "engine": engine.plan.record()}
@@ -165,17 +162,17 @@ def _figures(answer: "Request") -> str:
     )
 
 
-def _answer_all(engine: "Engine", options: DecodeOptions, prompts: "Sequence[Prompt]") -> list["Request"]:
+def _answer_all(engine: "Engine", options: DecodeOptions, asked: Sequence[Asked]) -> list["Request"]:
     """The answers in the order of the prompts, with a bar."""
     from tqdm import tqdm
 
     done: dict[int, Request] = {}
-    with tqdm(total=len(prompts), desc="Decoding", unit="prompt") as bar:
-        for event in engine.stream(prompts, options, raw=options.raw):
+    with tqdm(total=len(asked), desc="Decoding", unit="prompt") as bar:
+        for event in engine.stream([each.prompt for each in asked], options, raw=options.raw):
             if event.completion is not None:
                 done[event.index] = event.completion
                 bar.update()
-    return [done[index] for index in range(len(prompts))]
+    return [done[index] for index in range(len(asked))]
 
 
 def _line_of(asked: Asked, answer: "Request") -> str:
@@ -195,9 +192,7 @@ def _line_of(asked: Asked, answer: "Request") -> str:
     return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _compare(
-    drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked], prompts: "Sequence[Prompt]"
-) -> list["Request"]:
+def _compare(drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked]) -> list["Request"]:
     """The answers of the engine, and a table on the screen: plain decoding and the engine on the same prompts.
 
     Both take turns, prompts after prompts: the speed of a machine drifts within a minute.
@@ -210,7 +205,7 @@ def _compare(
     target, plan = drafting.target, drafting.plan
     plain_config = EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile)
     engines = Engine(target, config=plain_config), drafting
-    encoded = encode_prompts(target, prompts, raw=options.raw)
+    encoded = encode_prompts(target, [each.prompt for each in asked], raw=options.raw)
     longest = min(max(map(len, encoded)) + options.max_new_tokens, target.max_length)
     for engine in engines:
         engine.reserve(longest + engine.proposer.num_nodes)
