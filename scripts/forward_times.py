@@ -27,8 +27,7 @@ import torch
 from drafter.bench.backends import PeerProcess
 from drafter.bench.measure import peak_memory
 from drafter.runtimes.loading import load_target
-from drafter.targets.catalog import gguf_file
-from drafter.targets.home import home_folder
+from drafter.targets.catalog import gguf_file, home_folder
 from drafter.targets.slots import Slots
 from drafter.utils.io import append, replacing
 from drafter.utils.provenance import run_record

@@ -34,7 +34,7 @@ from drafter.engine.tuned import PLAIN, Tree, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target, wrap_model
-from drafter.targets.home import home_folder
+from drafter.targets.catalog import home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record

@@ -25,8 +25,7 @@ from drafter.bench import peer_worker
 from drafter.bench.settings import PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.targets.catalog import gguf_file, place_of
-from drafter.targets.home import home_folder
+from drafter.targets.catalog import gguf_file, home_folder, place_of
 from drafter.targets.target import Target
 from drafter.utils.io import replacing
 

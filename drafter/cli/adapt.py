@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from drafter.training.options import AdaptOptions
 
@@ -13,13 +12,13 @@ def adapt(options: AdaptOptions) -> int:
     """Run `drafter adapt`."""
     import torch
 
-    from drafter.engine.loading import load_drafter, shipped_drafter
+    from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
     from drafter.runtimes.loading import load_target
     from drafter.training.adapt import adapt as run
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    own_answers = Path(__file__).parent.parent / "assets" / f"{options.target}-answers.jsonl.gz"
+    own_answers = ASSETS / f"{options.target}-answers.jsonl.gz"
     options = replace(
         options,
         drafter=str(shipped_drafter(options.drafter) or options.drafter),

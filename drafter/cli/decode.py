@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.settings import EngineConfig, EngineOptions
@@ -16,7 +16,7 @@ from drafter.utils.provenance import check_output, write_run_record
 from drafter.utils.tables import format_table
 
 if TYPE_CHECKING:
-    from drafter.data.formats import Row
+    from drafter.data.formats import ChatMessage
     from drafter.engine.engine import Engine
     from drafter.engine.request import Prompt, Request
     from drafter.targets.target import Target
@@ -64,12 +64,23 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
             raise ValueError("--compare and --out need --prompt or --prompts")
 
 
+class Asked(NamedTuple):
+    """A prompt of the command line or of a file."""
+
+    id: str
+    prompt: "str | Sequence[ChatMessage]"
+
+    @property
+    def last_turn(self) -> str:
+        """The text, or the content of the last user turn; empty for a row of tokens alone."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"] if self.prompt else ""
+
+
 def decode(options: DecodeOptions) -> None:
     """Run `drafter decode`."""
     from drafter.engine.engine import Engine
 
     asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
-    prompts: list[Prompt] = [_last_turn(row) if options.raw or row.text else row.prompt for row in asked]
     if options.out is not None:
         check_output(options.out, overwrite=options.overwrite)
     engine = Engine.of(options)
@@ -77,11 +88,9 @@ def decode(options: DecodeOptions) -> None:
     if not asked:
         _chat(engine, options)
     elif len(asked) == 1 and options.out is None and not options.compare:
-        _say(engine, options, prompts[0])
+        _say(engine, options, asked[0].prompt)
     else:
-        answers = (
-            _compare(engine, options, asked, prompts) if options.compare else _answer_all(engine, options, prompts)
-        )
+        answers = (_compare if options.compare else _answer_all)(engine, options, asked)
         if options.out is not None:
             # The record first: by its record a later run knows the file as its own.
             settings = {"sampling": vars(part_of(options, SamplingParams)), "engine": engine.plan.record()}
@@ -89,29 +98,29 @@ def decode(options: DecodeOptions) -> None:
             write_atomic(options.out, "".join(map(_line_of, asked, answers)))
             print(f"{len(asked)} answers in {options.out}", file=sys.stderr)
         elif not options.compare:
-            for row, answer in zip(asked, answers, strict=True):
-                print(f"[{row.id}] {printable(_last_turn(row), 100)}\n{answer.text}\n")
+            for each, answer in zip(asked, answers, strict=True):
+                print(f"[{each.id}] {printable(each.last_turn, 100)}\n{answer.text}\n")
                 print(_figures(answer), file=sys.stderr)
 
 
-def read_prompts(texts: tuple[str, ...], name: str | None, *, raw: bool) -> "list[Row]":
+def read_prompts(texts: tuple[str, ...], name: str | None, *, raw: bool) -> list[Asked]:
     """The texts, then the prompts of the file or data set `name`; an id is the row's own or its number."""
-    from drafter.data.formats import Row, read_rows
-
     if not all(texts):
         raise ValueError("--prompt is empty: give some text")
-    turns = [[{"role": "user", "content": text}] for text in texts]
-    rows = [Row.model_validate({"id": str(number), "messages": each}) for number, each in enumerate(turns)]
-    for row in read_rows(name) if name is not None else ():
-        if raw and len(row.prompt) > 1:
-            raise ValueError(f"{row.where}: --raw takes single prompts, this row is a conversation: leave --raw out")
-        rows.append(row if row.id else row.model_copy(update={"id": str(len(rows))}))
-    return rows
+    if any(text.encode(errors="ignore").decode() != text for text in texts):
+        raise ValueError("--prompt holds bytes that are no UTF-8: give some text")
+    asked = [Asked(str(number), text) for number, text in enumerate(texts)]
+    if name is not None:
+        from drafter.data.formats import read_rows
 
-
-def _last_turn(row: "Row") -> str:
-    """The text of a row, or the content of the last user turn; empty for a row of tokens alone."""
-    return row.prompt[-1]["content"] if row.prompt else row.text or ""
+        for row in read_rows(name):
+            if raw and len(row.prompt) > 1:
+                raise ValueError(
+                    f"{row.where}: --raw takes single prompts, this row is a conversation: leave --raw out"
+                )
+            each = Asked(row.id or str(len(asked)), row.text or row.prompt)
+            asked.append(each._replace(prompt=each.last_turn) if raw else each)
+    return asked
 
 
 def _chat(engine: "Engine", options: DecodeOptions) -> None:
@@ -153,24 +162,24 @@ def _figures(answer: "Request") -> str:
     )
 
 
-def _answer_all(engine: "Engine", options: DecodeOptions, prompts: "Sequence[Prompt]") -> list["Request"]:
+def _answer_all(engine: "Engine", options: DecodeOptions, asked: Sequence[Asked]) -> list["Request"]:
     """The answers in the order of the prompts, with a bar."""
     from tqdm import tqdm
 
     done: dict[int, Request] = {}
-    with tqdm(total=len(prompts), desc="Decoding", unit="prompt") as bar:
-        for event in engine.stream(prompts, options, raw=options.raw):
+    with tqdm(total=len(asked), desc="Decoding", unit="prompt") as bar:
+        for event in engine.stream([each.prompt for each in asked], options, raw=options.raw):
             if event.completion is not None:
                 done[event.index] = event.completion
                 bar.update()
-    return [done[index] for index in range(len(prompts))]
+    return [done[index] for index in range(len(asked))]
 
 
-def _line_of(row: "Row", answer: "Request") -> str:
+def _line_of(asked: Asked, answer: "Request") -> str:
     """A line of --out, which is a training row too: its token ids are the written ones, a stop token included."""
     line = {
-        "id": row.id,
-        "prompt": row.prompt if len(row.prompt) > 1 else _last_turn(row),
+        "id": asked.id,
+        "prompt": asked.prompt if len(asked.prompt) > 1 else asked.last_turn,
         "text": answer.text,
         "prompt_token_ids": answer.prompt_ids,
         "token_ids": answer.token_ids,
@@ -183,9 +192,7 @@ def _line_of(row: "Row", answer: "Request") -> str:
     return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _compare(
-    drafting: "Engine", options: DecodeOptions, asked: "Sequence[Row]", prompts: "Sequence[Prompt]"
-) -> list["Request"]:
+def _compare(drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked]) -> list["Request"]:
     """The answers of the engine, and a table on the screen: plain decoding and the engine on the same prompts.
 
     Both take turns, prompts after prompts: the speed of a machine drifts within a minute.
@@ -198,7 +205,7 @@ def _compare(
     target, plan = drafting.target, drafting.plan
     plain_config = EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile)
     engines = Engine(target, config=plain_config), drafting
-    encoded = encode_prompts(target, prompts, raw=options.raw)
+    encoded = encode_prompts(target, [each.prompt for each in asked], raw=options.raw)
     longest = min(max(map(len, encoded)) + options.max_new_tokens, target.max_length)
     for engine in engines:
         engine.reserve(longest + engine.proposer.num_nodes)
@@ -212,10 +219,10 @@ def _compare(
             seconds[number] += time.perf_counter() - start
     rows, verdicts = [], []
     plain, drafted = answers
-    for row, one, other in zip(asked, plain, drafted, strict=True):
+    for each, one, other in zip(asked, plain, drafted, strict=True):
         verdicts.append(_verdict(target, one, other, is_greedy=options.temperature == 0))
         speeds = _speeds([one], [other], [one.seconds, other.seconds])
-        rows.append([printable(_last_turn(row), 28), *speeds, verdicts[-1]])
+        rows.append([printable(each.last_turn, 28), *speeds, verdicts[-1]])
     num_same = verdicts.count("yes")
     verdict = "yes" if num_same == len(rows) else f"no ({num_same}/{len(rows)})"
     columns = ["prompt", *_SPEEDS, "identical"]

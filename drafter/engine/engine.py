@@ -330,7 +330,7 @@ class Engine:
 
     def _watch(self, accepted: list[int]) -> None:
         """End drafting after many steps without an accepted draft, which only cost time."""
-        if self.plan.method != "drafter":
+        if self.plan.drafting.method != "drafter":
             return
         before = self._num_vain_steps
         for number in accepted:

@@ -293,7 +293,7 @@ def tuned_path(drafter: str | Path) -> Path:
         drafter: folder, hub id, or name of a drafter of the package.
     """
     from drafter.models.files import TUNED_FILE
-    from drafter.targets.home import home_folder
+    from drafter.targets.catalog import home_folder
 
     folder = Path(drafter).expanduser()
     if folder.is_dir() and folder.resolve().parent != ASSETS.resolve():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from drafter.utils.validate import Checked
+from drafter.utils.validate import Checked, within
 
 if TYPE_CHECKING:
     from drafter.decoding.proposer import Proposer
@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
 
 METHODS = {
-    "none": Way("drafter.proposers.plain:PlainDrafting"),
+    "none": Way("drafter.proposers.options:PlainDrafting"),
     "drafter": Way(
         "drafter.proposers.beam:BeamDrafting",
         ("beam_width", "draft_length", "tree_size", "copying", "tuned"),
@@ -93,6 +93,29 @@ class Drafting(Checked):
     def describe(self) -> str:
         """Numbers and switches for people."""
         return f"N {self.tree_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainDrafting(Drafting):
+    """No drafts: all nodes but the root are padding, which gives steps the shape, and so the rounding, of trees."""
+
+    method: ClassVar = "none"
+    tree_size: int = within(1, low=1, high=1024)
+
+    @classmethod
+    def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
+        """A tree of one node, whatever was given."""
+        return cls()
+
+    def build(self, target: Any, drafter: Any, draft_model: Any) -> "Proposer":
+        """The proposer whose trees are their roots."""
+        from drafter.decoding.proposer import RootOnly  # with torch
+
+        return RootOnly(self.tree_size)
+
+    def describe(self) -> str:
+        """No text: plain decoding has no numbers."""
+        return ""
 
 
 def drafting_class(method: str) -> type[Drafting]:

@@ -31,8 +31,8 @@ class Spec(NamedTuple):
     """What :func:`drafter.runtimes.loading.load_target` was asked for; see its arguments."""
 
     name: str
+    device: torch.device
     dtype: str = "auto"
-    device: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     num_shards: int = 1

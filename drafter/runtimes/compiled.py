@@ -14,7 +14,8 @@ import torch
 from tqdm import tqdm
 
 from drafter.runtimes.base import Slots
-from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, SlotCache, folded_attention, set_attention
+from drafter.targets.attention import FOLDED_ATTENTION, OPAQUE_ATTENTION, folded_attention, set_attention
+from drafter.targets.cache import SlotCache
 from drafter.targets.capabilities import layers_of
 from drafter.utils.io import first_line
 

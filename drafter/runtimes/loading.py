@@ -4,20 +4,29 @@ A new runtime is one file and one line in :data:`RUNTIMES` (docs/architecture.md
 """
 
 import logging
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import transformers
+from safetensors import safe_open
 from transformers.utils import logging as transformers_logging
 
 from drafter.runtimes.base import Spec, Unsuitable
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch import TorchRuntime
-from drafter.targets.catalog import place_of
-from drafter.targets.device_map import copy_once, layer_devices
+from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
-from drafter.targets.loading import DTYPES, checkpoint_files, read_checkpoint, resolve_device, resolve_dtype
-from drafter.targets.rounding import BITS, round_linears
+from drafter.targets.quantized import BITS, has_plain_weights, reading_of, round_linears
+from drafter.targets.spread import copy_once, layer_devices, load_mapped, load_sharded
 from drafter.targets.target import Target
+from drafter.utils.io import first_line
+from drafter.utils.parse import read_json_object
 from drafter.utils.validate import require_choice
 
 if TYPE_CHECKING:
@@ -25,27 +34,34 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 QUANTIZATIONS = ("none", *BITS)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _load_torch(spec: Spec) -> Target:
-    """A target that torch runs."""
+    """A target that torch runs (ValueError: its files cannot be read, or the model cannot be spread or rounded so)."""
     if spec.dtype == "stored":
         raise Unsuitable("it has no kernels for a file's integers; give another --dtype")
-    device = resolve_device(spec.device)
-    shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
-    model, tokenizer, scheme = read_checkpoint(
-        spec.name, resolve_dtype(spec.dtype, device), device, num_shards=spec.num_shards, device_map=spec.device_map,
-        quantization=spec.quantization, **shared,
-    )  # fmt: skip
-    files = [file for file in checkpoint_files(place_of(spec.name), spec.revision) if file.suffix == ".safetensors"]
-    fingerprint = fingerprint_of(model.get_output_embeddings().weight, ends_in_files(files))
+    place = place_of(spec.name)
+    try:
+        files = checkpoint_files(place, spec.revision)
+        _check_layers(files)
+        model, scheme = _read_model(spec, place)
+        shared = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+        tokenizer = read_tokenizer(place, **shared)
+    except Exception as error:
+        # Transformers reads the folder: damaged files raise errors of any type there.
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError | ImportError) else type(error).__name__
+        what = "a weight file is damaged" if kind == "SafetensorError" else f"cannot be loaded ({kind})" if kind else ""
+        raise ValueError(f"--target {spec.name!r} {what or 'cannot be loaded'}: {first_line(error)}") from error
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    fingerprint = fingerprint_of(model.get_output_embeddings().weight, ends_in_files(weights))
     if spec.quantization != "none" and not round_linears(model, BITS[spec.quantization]):
         raise ValueError(f"--quantization {spec.quantization} rounds linear layers, and target {spec.name!r} has none")
     devices = [] if spec.device_map is None else layer_devices(model, spec.name)
     runtime = TorchRuntime(model, spec.name, is_sharded=spec.num_shards > 1, layer_devices=devices)
     if devices:
         copy_once(model, spec.name, devices)
-    if spec.is_whole and not spec.is_trainable and device.type == "cpu":
+    if spec.is_whole and not spec.is_trainable and spec.device.type == "cpu":
         runtime.pack()
     return Target(
         runtime, tokenizer, model.config, name=spec.name, fingerprint=fingerprint,
@@ -54,32 +70,102 @@ def _load_torch(spec: Spec) -> Target:
     )  # fmt: skip
 
 
+def _read_model(spec: Spec, place: Path | str) -> tuple[Any, str]:
+    """The model on its devices, and the scheme by which its checkpoint was quantised; empty for plain weights."""
+    dtype = resolve_dtype(spec.dtype, spec.device)
+    shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    scheme, arguments = reading_of(place, shared)
+    if scheme and (spec.device_map is not None or spec.quantization != "none"):
+        flag = "--device-map" if spec.quantization == "none" else f"--quantization {spec.quantization}"
+        raise ValueError(f"{flag} takes plain weights, and the checkpoint's weights are quantised already ({scheme})")
+    load = partial(_load_model, place, dtype, shared | arguments)
+    if spec.device_map is not None:
+        model: Any = load_mapped(place, dtype, shared, spec.device_map, spec.device)
+    elif spec.num_shards > 1:
+        model = load_sharded(load, spec.num_shards, spec.device, spec.name)
+    else:
+        model = load()
+    for config in (model.config, model.config.get_text_config()):
+        config.return_dict = True  # a checkpoint's own choice would make tuples of all results
+    if spec.device_map is None:
+        # Transformers gives weights that it made plain the dtype of their scales.
+        model = model.to(spec.device, dtype if scheme and has_plain_weights(model) else None)
+    return model, scheme
+
+
+def _check_layers(files: Sequence[Path]) -> None:
+    """ValueError if a configuration asks for more layers than the files hold, before anything has that many parts."""
+    wanted, held = 0, defaultdict[str, set[str]](set)
+    for file in files:
+        if file.name == "config.json":
+            config = read_json_object(file)
+            parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+            for kernel in (str(part.get("_attn_implementation")) for part in parts):
+                if "/" in kernel:  # transformers would fetch the kernel, and run its code
+                    raise ValueError(f"config.json names the attention kernel {kernel!r} of a hub: take the name out")
+            counts = [part.get(name) for part in parts for name in ("num_hidden_layers", "n_layer", "num_layers")]
+            wanted = max((count for count in counts if isinstance(count, int)), default=0)
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # a file is no dict
+                    stem, *numbers = re.split(r"\.(\d+)\.", name, maxsplit=1)
+                    held[stem].update(numbers[:1])
+    most = max(map(len, held.values()), default=0)
+    if held and wanted > most:
+        raise ValueError(f"config.json asks for {wanted:,} layers, and its files hold {most:,}")
+
+
+def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
+    """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
+
+    SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
+    """
+    errors = []
+    kinds: tuple[Any, ...] = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    for kind, attention in product(kinds, ("sdpa", "eager")):
+        arguments = {"dtype": dtype, "attn_implementation": attention, "use_safetensors": True, **shared}
+        try:
+            model, report = kind.from_pretrained(place, output_loading_info=True, **arguments)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error) and "attn_implementation" not in str(error):
+                raise
+            errors.append(error)
+            continue
+        if missing := sorted(report["missing_keys"]):  # which would stay random
+            raise ValueError(
+                f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}"
+            )
+        return model
+    raise errors[0]
+
+
 # ``auto`` takes the first one that does not raise Unsuitable.
 RUNTIMES: dict[str, Callable[[Spec], Target]] = {"native": load_native, "torch": _load_torch}
 
 
-def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
+def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **asked: Any) -> Target:
     """Load a target by alias, hub id, local folder or ``.gguf`` file, without the bars and notices of transformers.
 
     Args:
         name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
         runtime: ``auto`` or a name in :data:`RUNTIMES`.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
         **asked: further fields of :class:`drafter.runtimes.base.Spec`:
             dtype: ``float32``, ``bfloat16``, ``float16``; ``stored``: the weights as the file has them; ``auto``: each
             runtime's own choice (torch: bfloat16 on an accelerator, float32 on a CPU).
-            device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
-            num_shards, device_map: as of :func:`drafter.targets.loading.read_checkpoint`.
+            num_shards: processes of a node that share the weights (:mod:`drafter.targets.spread`).
+            device_map: ``auto``, or a file of devices (:mod:`drafter.targets.spread`).
             quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
-            (:mod:`drafter.targets.rounding`). The target is then another model, with its own text.
+            (:mod:`drafter.targets.quantized`). The target is then another model, with its own text.
             is_trainable: the weights stay plain numbers in torch, for training, export and readers of states.
 
     Raises:
         ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a target,
             or a target that the named runtime or scheme cannot run.
     """
-    spec = Spec(name, **asked)
+    spec = Spec(name, resolve_device(device), **asked)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     require_choice("runtime", runtime, ("auto", *RUNTIMES))
@@ -101,6 +187,32 @@ def load_target(name: str, *, runtime: str = "auto", **asked: Any) -> Target:
             level = logging.INFO if error.is_expected or runtime != "auto" else logging.WARNING
             _log.log(level, "%s", reasons[-1])
     raise ValueError("; ".join(reasons))
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) into a device.
+
+    Raises:
+        ValueError: this machine, or this build of torch, lacks the device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "auto":
+        # Apple's GPUs have no float64, in which the noise of sampling is computed.
+        return torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
+    number = 0 if accelerator is None else torch.accelerator.device_count()
+    here = [] if accelerator is None else [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(number))]
+    if device not in ("cpu", *here):
+        raise ValueError(
+            f"--device {device!r}: torch finds {', '.join(['cpu', *here])} here; use one of these, or auto"
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Turn one of :data:`DTYPES` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[dtype]
 
 
 def wrap_model(

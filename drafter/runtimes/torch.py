@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
 from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
-from drafter.runtimes.two_parts import TwoParts
-from drafter.targets.cache import NothingKept, SlotCache, cache_keyword, use_folded_attention
+from drafter.targets.attention import TwoParts, use_folded_attention
+from drafter.targets.cache import NothingKept, SlotCache, cache_keyword
 from drafter.targets.capabilities import Capabilities, LogitMap, decoder_of, final_norm, probe, refusal
-from drafter.targets.masks import slot_positions, slots_mask
 from drafter.targets.quantized import dense_weight, has_plain_weights
+from drafter.targets.slots import slot_positions, slots_mask
 from drafter.utils.io import first_line
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class TorchRuntime:
 
     def prepare_decoding(self) -> None:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
-        (:func:`drafter.targets.cache.folded_attention`). The model stays so.
+        (:func:`drafter.targets.attention.folded_attention`). The model stays so.
         """
         use_folded_attention(self.model)
         torch.set_num_threads(process_threads())  # a native target may have taken them
@@ -132,7 +132,7 @@ class TorchRuntime:
             self._cache_type = compile_layers(self, context_layers)
 
     def use_two_parts(self, *, is_on: bool = True) -> None:
-        """Compute the attention of trees in two parts (:mod:`drafter.runtimes.two_parts`), or under one mask.
+        """Compute the attention of trees in two parts (:class:`drafter.targets.attention.TwoParts`), or under one mask.
 
         Raises:
             ValueError: this model or device cannot; the mask stays.

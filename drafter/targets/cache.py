@@ -1,31 +1,19 @@
-"""SlotCache: static keys and values, every row with its own length, written by slot; and attention over the cache.
+"""SlotCache: static keys and values, every row with its own length, written by slot.
 
-Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots; in
-:func:`folded_attention` N queries · H query heads · G key/value heads · R heads of a group.
+Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots.
 
 A Hugging Face model writes through :meth:`SlotCache.update`; before the forward the caller says with
 :meth:`SlotCache.plan` which rows run, into which slots their tokens go, and how many slots are visible.
-
-transformers' own SDPA attention copies the keys and values of every layer once for each query head of a group when
-several tokens come with a mask. :func:`folded_attention` reads the slots where they are: the heads of a group become
-further queries of one head.
 """
 
 import inspect
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, StaticLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-FOLDED_ATTENTION = "drafter_sdpa"
-OPAQUE_ATTENTION = "drafter_sdpa_opaque"  # the same, which a compiler leaves alone
 
 
 class LayerShape(NamedTuple):
@@ -202,74 +190,3 @@ class NothingKept(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Attention looks at the tokens of this forward."""
         return query_length, 0
-
-
-def use_folded_attention(model: "PreTrainedModel") -> None:
-    """Switch a model that runs with SDPA over to :func:`folded_attention`."""
-    if model.config._attn_implementation == "sdpa":
-        set_attention(model, FOLDED_ATTENTION, folded_attention)
-
-
-def set_attention(model: "PreTrainedModel", name: str, function: Any) -> None:
-    """Let a model compute attention by a function, which transformers knows by the name from now on."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    model.set_attn_implementation(name)
-
-
-def folded_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Scaled dot product attention under a mask that all heads share.
-
-    Args:
-        module: the model's attention layer.
-        query: [B, H, N, K].
-        key, value: [B, G, S, K]; head h reads those of head h // R. Of the dtype that is computed in.
-        attention_mask: [B, 1, N, S], bool or added to the scores.
-        dropout: as transformers calls it; none is applied to a frozen model.
-        scaling: of the scores.
-        **kwargs: of other attention implementations; ``parts``: a :class:`drafter.runtimes.two_parts.TwoParts`, which
-            computes the same without the mask.
-
-    Returns:
-        [B, N, H, K] in the query's dtype, and no weights.
-    """
-    dtype, query = query.dtype, query.to(key.dtype)
-    if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask.to(key.dtype)
-    num_heads, num_groups = query.shape[1], key.shape[1]
-    parts = kwargs.pop("parts", None)
-    is_plain = (
-        attention_mask is not None
-        and attention_mask.shape[1] == 1
-        and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "s_aux"))
-    )
-    if not is_plain or (parts is None and num_heads == num_groups):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return output.to(dtype), None
-    assert attention_mask is not None
-    num_rows, _, num_queries, size = query.shape
-    heads_per_group = num_heads // num_groups
-    query = query.reshape(num_rows, num_groups, heads_per_group * num_queries, size)
-    if parts is not None:
-        folded = parts.attend(query, module.layer_idx, size**-0.5 if scaling is None else scaling)
-    else:
-        mask = attention_mask.repeat(1, 1, heads_per_group, 1)
-        folded = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    output = folded.reshape(num_rows, num_heads, num_queries, value.shape[3])
-    return output.transpose(1, 2).to(dtype).contiguous(), None

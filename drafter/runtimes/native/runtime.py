@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafter.kernels import native
 from drafter.runtimes.base import Slots, TargetOutput, Traits, Unsuitable, process_threads
-from drafter.runtimes.native.family import describe, head_dim_of, rotation_table
+from drafter.runtimes.native.family import describe
 from drafter.runtimes.native.weights import Stored, matrix
 
 _LAYER = "model.layers.{}."
@@ -28,6 +28,7 @@ _MOST_QUERIES = 32  # query heads that share a key head
 # Nodes that pay for one row, by instructions: more cost arithmetic (docs/performance.md).
 _CHEAP_TOKENS = {"avx512-vnni": 4, "avx-vnni": 4}
 _IGNORED = ("rotary_emb.inv_freq",)
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the length of a text
 
 
 def _padded(number: int) -> int:
@@ -51,7 +52,6 @@ class NativeCache:
         self.native = native.Cache(num_rows, slots, num_slots, self._keys.data_ptr(), self._values.data_ptr())
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
-        """Copy slots within rows 0 .. B-1."""
         self.check(source_BL, 0)
         self.check(destination_BL, 0)
         native.move_slots(self._model, self.native, source_BL, destination_BL)
@@ -69,7 +69,7 @@ class NativeCache:
 
 
 class NativeRuntime:
-    """Runs a described decoder; its attributes are those of :class:`drafter.runtimes.base.Runtime`.
+    """Runs a described decoder as a :class:`drafter.runtimes.base.Runtime`, which documents what is not told here.
 
     Args:
         config: of the text model.
@@ -105,7 +105,7 @@ class NativeRuntime:
         self.traits = Traits(
             number_format,
             is_exact=True,
-            has_plain_logits=self._has_plain_logits(),
+            has_plain_logits=self.description.logit_scale == 1 and not self.description.logit_cap,
             cheap_tokens=cheap,
             num_threads=process_threads(),
         )
@@ -120,14 +120,11 @@ class NativeRuntime:
         if self._left:
             raise Unsuitable(f"its weight {min(self._left)} is not described")
 
-    def _has_plain_logits(self) -> bool:
-        return self.description.logit_scale == 1 and not self.description.logit_cap
-
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _build(self) -> native.Model:
         config, said = self._config, self.description
-        heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
+        heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, said.head_dim
         num_layers, width = config.num_hidden_layers, config.intermediate_size
         if heads % key_heads or heads // key_heads > _MOST_QUERIES or dim % 2:
             raise Unsuitable(f"{heads} query heads over {key_heads} key heads of {dim} numbers are not supported")
@@ -254,7 +251,7 @@ class NativeRuntime:
         if self._tables and len(self._tables[0][0]) >= num_positions:
             return
         said = self.description
-        self._tables = [rotation_table(self._config, kind, num_positions) for kind in said.rotations]
+        self._tables = [rotation_table(self._config, kind, said.head_dim, num_positions) for kind in said.rotations]
         for place, (cosine, sine) in enumerate(self._tables):
             self._rotations[place] = native.Rotary(
                 2 * cosine.shape[1], num_positions, cosine.data_ptr(), sine.data_ptr()
@@ -264,20 +261,16 @@ class NativeRuntime:
 
     @cached_property
     def embedding_weight_VD(self) -> Tensor:
-        """Input embeddings as plain numbers, without the embedding's scale, [V, D]."""
         return native.unpack_rows(self.embedding_matrix, torch.arange(self.vocab_size))
 
     @cached_property
     def output_weight_VD(self) -> Tensor:
-        """The output matrix as plain numbers, [V, D]."""
         return native.unpack_rows(self.head, torch.arange(self.vocab_size))
 
     def output_rows(self, token_X: Tensor) -> Tensor:
-        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
         return native.unpack_rows(self.head, token_X)
 
     def embed(self, token: Tensor) -> Tensor:
-        """Input embeddings as the first layer gets them: int64 [...] -> [..., D]."""
         rows = native.unpack_rows(self.embedding_matrix, token.reshape(-1))
         if self.embedding_scale != 1:
             rows *= self.embedding_scale
@@ -288,12 +281,10 @@ class NativeRuntime:
         torch.set_num_threads(1)
 
     def new_cache(self, num_rows: int, num_slots: int) -> NativeCache:
-        """An empty cache."""
         self._reach(num_slots + 1)
         return NativeCache(self._model, num_rows, num_slots)
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
-        """Bytes of a cache."""
         model, slots = self._model, _padded(num_slots + 1)
         numbers = num_rows * slots * (model.head_dim + _padded(model.head_dim))
         return 4 * model.num_layers * model.num_key_heads * numbers
@@ -301,11 +292,21 @@ class NativeRuntime:
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: NativeCache | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """See :meth:`drafter.runtimes.base.Runtime.forward`."""
         if slots is None or cache is None:
             num_rows, num_tokens = token_BT.shape
             cache, position_T = self.new_cache(num_rows, num_tokens), torch.arange(num_tokens)
             slots = Slots(position_T.expand(num_rows, -1), position_T.expand(num_rows, -1), None)
+        return self.run(self._model, self.embed(token_BT), slots, cache, context_layers)
+
+    def run(
+        self,
+        model: native.Model,
+        embedding_BTD: Tensor,
+        slots: Slots,
+        cache: NativeCache,
+        context_layers: Sequence[int] = (),
+    ) -> TargetOutput:
+        """The forward of this model, or of its first layers, over embeddings."""
         cache.check(slots.slot_BT, slots.first_row)
         is_padding_BT = slots.slot_BT == cache.spare_slot
         assert ((slots.position_BT <= slots.slot_BT) | is_padding_BT).all(), "a position behind its slot"
@@ -315,12 +316,10 @@ class NativeRuntime:
             *slot_BT.shape, slots.first_row, slot_BT.data_ptr(), position_BT.data_ptr(),
             None if ancestor_BTT is None else ancestor_BTT.data_ptr(),
         )  # fmt: skip
-        embedding_BTD = self.embed(token_BT)
-        hidden_BTD, states = native.forward(self._model, cache.native, tokens, embedding_BTD, context_layers)
+        hidden_BTD, states = native.forward(model, cache.native, tokens, embedding_BTD, context_layers)
         return TargetOutput(hidden_BTD, torch.cat(states, dim=-1) if states else hidden_BTD)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output logits [..., V] of final hidden states [..., D]."""
         product = native.multiply(self.head, hidden)
         if self.description.logit_scale != 1:
             product *= self.description.logit_scale
@@ -340,3 +339,28 @@ class NativeRuntime:
         model = native.Model.from_buffer_copy(self._model)
         model.num_layers, model.layers = number, ctypes.cast(layers, ctypes.POINTER(native.Layer))
         return model.keep(layers)
+
+
+def rotation_table(config: Any, kind: str | None, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [num_positions, dim / 2], float32, as transformers computes them.
+
+    Raises:
+        Unsuitable: the rotation depends on the length of the text, or is not known.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters[kind] if kind is not None else config.rope_parameters
+    name, factor = parameters.get("rope_type", "default"), 1.0
+    if name not in _ROTATIONS:
+        raise Unsuitable(f"rotations of kind {name} are not described")
+    if name == "default":
+        share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+        dim = int(head_dim * share)
+        frequency = 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    else:
+        given = {} if kind is None else {"layer_type": kind}
+        frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
+    angle = torch.arange(num_positions).float()[:, None] * frequency.float()
+    if not math.isfinite(factor) or not 0 < 2 * len(frequency) <= head_dim:
+        raise Unsuitable("its rotation has no finite scale, or turns more numbers than a head has")
+    return (angle.cos() * factor).contiguous(), (angle.sin() * factor).contiguous()

@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from drafter.kernels import native
 from drafter.runtimes.base import Unsuitable
 from drafter.runtimes.loading import load_target
-from drafter.runtimes.native.family import rotation_table
+from drafter.runtimes.native.runtime import rotation_table
 from drafter.runtimes.native.weights import GGUF, Stored, matrix, open_gguf, open_safetensors, tensors_of_gguf
 from tests.kernels.test_native import FLOATS, stored_rows
 from tests.targets.tiny_gguf import write_gguf as tiny_gguf
@@ -343,7 +343,7 @@ def test_what_the_native_step_cannot_read_runs_in_torch(tmp_path: Path) -> None:
     config = TARGETS["Llama"]()
     config.rope_parameters["partial_rotary_factor"] = 2.0
     with pytest.raises(Unsuitable, match="turns more numbers than a head has"):
-        rotation_table(config, None, 8)
+        rotation_table(config, None, 16, 8)
 
 
 LAYER = "model.layers.1.input_layernorm.weight"

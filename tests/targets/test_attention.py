@@ -6,10 +6,9 @@ from torch.nn import functional as F
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.two_parts import TwoParts
+from drafter.targets.attention import TwoParts
 from drafter.targets.cache import CacheShape, LayerShape, SlotCache
-from drafter.targets.masks import slots_mask
-from drafter.targets.slots import Slots
+from drafter.targets.slots import Slots, slots_mask
 from tests.engine.drafters import trained_drafter
 from tests.engine.oracle import assert_lossless, requests, tiny_target
 from tests.runtimes.kernels import put_kernels_on_the_cpu

@@ -1,16 +1,22 @@
-"""A target whose layers lie on several devices of one process, or wait in main memory or on disk (accelerate).
+"""Targets that fit no single device.
 
+``--device-map``: the layers lie on several devices of one process, or wait in main memory or on disk (accelerate).
 Embeddings, final norm and output matrix, which others read directly, lie on one device: the main one. A layer that
 waits in main memory or on disk comes to the main device for each forward.
+
+Training may share a target: every process of a node keeps its share of every layer and gathers a layer while it runs
+(FSDP); embeddings, final norm and output matrix stay whole everywhere. All processes of a node must make as many
+forwards.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -145,3 +151,44 @@ def _read(file: str) -> DeviceMap:
     if not isinstance(found, dict) or not all(isinstance(place, int | str) for place in found.values()):
         raise ValueError(f"--device-map {file}: a map has a device for every module, such as `model.layers.0: disk`")
     return {str(name): place for name, place in found.items()}
+
+
+def load_sharded(
+    load: "Callable[[], PreTrainedModel]", num_shards: int, device: torch.device, name: str
+) -> "PreTrainedModel":
+    """Load a model in each process of a node, one after the other, and keep a share of its layers.
+
+    One after the other, because each has the whole model in main memory for a moment.
+
+    Args:
+        load: loads the model into main memory.
+        num_shards: processes of a node; ranks of a node follow each other.
+        device: of this process.
+        name: for messages.
+
+    Raises:
+        ValueError: there is no group of processes that the shares could go to, or no layers to share.
+    """
+    if not dist.is_initialized() or dist.get_world_size() % num_shards:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        raise ValueError(
+            f"target {name!r} is to be shared by {num_shards} processes but {size} run: "
+            "start that many on every node (--trainer.devices), with --trainer.strategy ddp"
+        )
+    # Their import takes half a second.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size() // num_shards, num_shards), mesh_dim_names=("node", "shard")
+    )["shard"]
+    model = None
+    for turn in range(num_shards):
+        if dist.get_rank() % num_shards == turn:
+            model = load().eval().requires_grad_(False)
+            for layer in layers_of(model, name):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            model.to(device)
+        dist.barrier()
+    assert model is not None
+    return model
