@@ -10,7 +10,7 @@ import pytest
 from drafter.engine.engine import Engine
 from drafter.serving.listen import bind
 from drafter.targets import chat
-from tests.cli.conftest import Refused
+from tests.conftest import Refused
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
 

@@ -21,7 +21,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.runtimes.loading import load_target
 from drafter.utils.provenance import write_run_record
-from tests.cli.conftest import Refused
+from tests.conftest import Refused
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
