@@ -60,9 +60,7 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
     assert drafted["num_forwards"] < drafted["num_tokens"]
 
 
-def test_batches_and_temperatures_are_points_of_a_grid(
-    tmp_path: Path, models: LoadedModels, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batches_and_temperatures_are_points_of_a_grid(tmp_path: Path, models: LoadedModels, capsys) -> None:
     methods = ("drafter:W16:L2:N24", "hf-generate", "llama-cpp")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(2, 3), temperatures=(0.0, 0.7), rounds=1)
     assert run_benchmark(settings, models, tmp_path / "r.jsonl") == 8

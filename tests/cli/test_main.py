@@ -76,9 +76,7 @@ def printed(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_print_config_prints_reads_as_config(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_print_config_prints_reads_as_config(name: str, tmp_path: Path, capsys) -> None:
     default = printed(name, [], capsys)
     assert set(default) == {item.name for item in fields(KINDS[name])}
     numbers = {key: value + 1 for key, value in default.items() if type(value) is int}
@@ -92,9 +90,7 @@ def test_what_print_config_prints_reads_as_config(
         assert printed(name, words, capsys) == default | switches, "a given flag goes first, also at its default"
 
 
-def test_training_reads_its_own_config_and_says_errors_in_one_line(
-    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_reads_its_own_config_and_says_errors_in_one_line(tmp_path: Path, refused: Refused, capsys) -> None:
     quick = str(Path(__file__).resolve().parents[2] / "drafter/configs/train/smollm2-135m-quick.yaml")
     first = printed("train", ["--model.optim.lr", "0.5", "--config", quick], capsys)
     assert first["model"]["optim"]["lr"] == 0.5, "the flag goes before the file"
@@ -144,9 +140,7 @@ class Toy(Options):
         (KeyboardInterrupt(), "interrupted: rows stay"),
     ],
 )
-def test_errors_are_one_line(
-    error: BaseException, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line(error: BaseException, line: str, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     def toy(options: Toy) -> None:
         raise error
 

@@ -70,9 +70,7 @@ def test_recorded_steps_hand_out_what_each_request_asks_for(recorded: list[Calla
     assert updates(compile=True) == updates(compile=False) and recorded
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """The first step has its result, whatever the recording does."""
 
     def record(graphs: Graphs, function: Callable[[], Any]) -> Callable[[], Any]:

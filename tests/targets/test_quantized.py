@@ -89,9 +89,7 @@ def drafted(target: Target, method: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scheme", _ALL)
-def test_drafted_text_is_the_text_of_the_quantised_target(
-    scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drafted_text_is_the_text_of_the_quantised_target(scheme: str, tmp_path: Path, caplog) -> None:
     model = shared_target().model
     meant = save(model, tmp_path, scheme)
     target = load_target(str(tmp_path), device="cpu", dtype="float32")
@@ -120,9 +118,7 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", [*_ALL, "gguf", "int8"])
-def test_train_and_export(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """One step on the hidden states of the quantised target; the exported drafter decodes."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

@@ -115,9 +115,7 @@ def test_without_a_gain_nothing_is_changed(place: Path, tmp_path: Path, capsys, 
     assert "nothing was changed" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_call_goes_on_with_its_rows(
-    place: Path, gained: Gained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_call_goes_on_with_its_rows(place: Path, gained: Gained, tmp_path, monkeypatch, capsys) -> None:
     """Although a server has recorded more in the meantime; the end is that of a call without a stop."""
     traffic, out, work = tmp_path / "traffic", tmp_path / "new", tmp_path / ".new.adapt"
     shutil.copytree(place / "traffic", traffic)

@@ -68,9 +68,7 @@ def test_a_resumed_training_goes_on_in_the_last_run(logged: Path) -> None:
     assert [step for step, _ in csv_of(logged, "train/loss")] == [1, 3, 5, 7, 9, 11], "as in a run without a stop"
 
 
-def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(place: Path, tmp_path: Path, monkeypatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(run, "WandbLogger", lambda **options: made.append(options) or CSVLogger(tmp_path))
     given = words(place, tmp_path / "run", "--wandb")
