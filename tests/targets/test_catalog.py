@@ -1,6 +1,8 @@
 """Names of targets, and folders that are whole or not there."""
 
 import json
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter.targets import gguf_file
 from drafter.targets.catalog import ALIASES, Source, fetch, load_tokenizer, place_of
-from drafter.targets.home import home_folder
+from drafter.targets.home import home_folder, key_of
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheel
 
 ALIAS = "tiny"
@@ -175,3 +177,18 @@ def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path) -> None:
         with pytest.raises(ValueError, match=r"tiny\.gguf") as caught:
             place_of(str(tmp_path / "tiny.gguf"))
         assert "\n" not in str(caught.value) and not folders(home)
+
+
+def test_other_bytes_places_and_facts_have_another_key(tmp_path: Path) -> None:
+    """What is made of files has another key also where size and time are the same."""
+    file = tmp_path / "weights.bin"
+    file.write_bytes(bytes(4096))
+    key = key_of([file], "float32")
+    (tmp_path / "link").symlink_to(file)
+    assert key == key_of([tmp_path / "link"], "float32") != key_of([file], "bfloat16")
+    old = file.stat()
+    time.sleep(0.05)  # two changes within one tick of the clock have the same time
+    file.write_bytes(b"\x40" + bytes(4095))
+    os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
+    assert key_of([file], "float32") != key

@@ -6,19 +6,23 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 import torch
+import wandb
 from lightning.pytorch.callbacks import timer
+from lightning.pytorch.loggers import CSVLogger
 
 from drafter.integrations.export import export, model_card
 from drafter.models.checkpoint import drafter_of_checkpoint, read_trained
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
+from drafter.training import run as run_module
 from drafter.training.module import DrafterModule
 from drafter.training.run import _parse, train
 from tests.conftest import Refused
@@ -346,3 +350,75 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
         export(checkpoint, exported)
     assert drafter_of_checkpoint(exported).config.vocab_size
     assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "exported", "mine"]
+
+
+# -- Weights & Biases, without a key: the run's file, read back --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def no_key(place: Path) -> Iterator[None]:
+    """A user who never heard of Weights & Biases."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NETRC", str(place / "netrc"))
+        patch.setenv("WANDB_DATA_DIR", str(place / "staging"))
+        yield
+
+
+def assert_holds(file: Path, *texts: str) -> None:
+    """A run's file holds texts; wandb's own process may still be writing when ``finish`` returns."""
+    deadline = time.monotonic() + 60
+    while missing := [text for text in texts if text.encode() not in file.read_bytes()]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.1)
+
+
+def run_files(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.fixture(scope="module")
+def wandb_run(place: Path, no_key: None) -> Path:
+    """A run of eight steps, logged offline, then continued for four more."""
+    folder = place / "wandb-run"
+    train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests"))
+    more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
+    train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests", *more))
+    return folder
+
+
+def test_metrics_and_config_are_in_the_file(wandb_run: Path) -> None:
+    names = ("train/loss", "train/lr", "train/positions_per_s", "val/loss", "val/top8_d2", "val/tokens_per_step")
+    assert_holds(run_files(wandb_run)[0], *names, "val/accepted_d3", "max_length", "versions")
+    tokens, *accepted = (
+        logged(wandb_run, f"val/{name}") for name in ("tokens_per_step", *(f"accepted_d{d}" for d in (1, 2, 3)))
+    )
+    assert [step for step, _ in tokens] == [3, 7, 11]
+    # An answer's last step may end with an accepted draft token, so the target's own token is not always there.
+    for (_, rate), *shares in zip(tokens, *accepted, strict=True):
+        assert 1 <= rate <= 1 + sum(share for _, share in shares)
+
+
+def test_a_resumed_training_goes_on_in_the_last_run(wandb_run: Path) -> None:
+    first, second = run_files(wandb_run)
+    assert first.name == second.name
+    assert [step for step, _ in logged(wandb_run, "train/loss")] == [1, 3, 5, 7, 9, 11], "as in a run without a stop"
+
+
+def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(
+    place: Path, no_key: None, tmp_path, monkeypatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_module, "WandbLogger", lambda **options: made.append(options) or CSVLogger(tmp_path))
+    given = words(place, tmp_path / "run", "--wandb")
+    for has_key, mode in ((True, ""), (False, "disabled"), (False, "")):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setattr(wandb, "login", lambda has_key=has_key, **_: has_key)
+        _parse([*given, "tests"])
+    assert [options["mode"] for options in made] == [None, "disabled", "offline"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match="WANDB_MODE=online, but no Weights & Biases key is configured"):
+        _parse([*given, "tests"])
+    with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
+        _parse([*given, "me/mine"])
