@@ -1,5 +1,6 @@
 """Training itself, on a tiny target's own greedy text; the target as a teacher, or its states as they were stored."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -10,22 +11,16 @@ from torch.utils.data import DataLoader
 
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import TokenRows
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
 from tests.data.engine_files import write_vllm
 from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
+from tests.engine.oracle import assert_lossless
 from tests.targets.zoo import TARGETS, build
-from tests.training.fakes import (
-    FakeData,
-    Losses,
-    fit,
-    greedy_rows,
-    make_module,
-    make_target,
-    make_trainer,
-    tokens_per_step,
-)  # fmt: skip
+from tests.training.fakes import ANSWER, FakeData, Losses, fit, greedy_rows, make_module, make_target, make_trainer
 
 
 @pytest.mark.parametrize(("precision", "num_steps", "least"), [("32-true", 100, 2.5), ("bf16-mixed", 60, 2)])
@@ -35,7 +30,9 @@ def test_overfits_the_targets_own_text(precision: str, num_steps: int, least: fl
     rows = greedy_rows(target)
     assert len({token for row in rows for token in row[3:]}) > 30
     module = fit(tmp_path, target, num_steps, trainer={"precision": precision})
-    assert tokens_per_step(module, target, rows) > least
+    drafter, tree = copy.deepcopy(module.drafter).eval(), {"beam_width": 2, "draft_length": 3, "tree_size": 7}
+    engine = Engine(target, drafter, EngineConfig(**tree, copying=False))
+    assert assert_lossless(engine, [(row[:3], ANSWER) for row in rows]) > least, "tokens per step"
     assert all(p.dtype == torch.float32 for p in module.parameters())
     assert module.teacher.weight_RD.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
 

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-import wandb
 from lightning.pytorch.callbacks import timer
 from lightning.pytorch.loggers import CSVLogger
 
@@ -406,15 +405,14 @@ def test_a_resumed_training_goes_on_in_the_last_run(wandb_run: Path) -> None:
     assert [step for step, _ in logged(wandb_run, "train/loss")] == [1, 3, 5, 7, 9, 11], "as in a run without a stop"
 
 
-def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(
-    place: Path, no_key: None, tmp_path, monkeypatch
-) -> None:
+@pytest.mark.usefixtures("no_key")
+def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(place: Path, tmp_path: Path, monkeypatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(run_module, "WandbLogger", lambda **options: made.append(options) or CSVLogger(tmp_path))
     given = words(place, tmp_path / "run", "--wandb")
     for has_key, mode in ((True, ""), (False, "disabled"), (False, "")):
         monkeypatch.setenv("WANDB_MODE", mode)
-        monkeypatch.setattr(wandb, "login", lambda has_key=has_key, **_: has_key)
+        monkeypatch.setattr("wandb.login", lambda has_key=has_key, **_: has_key)
         _parse([*given, "tests"])
     assert [options["mode"] for options in made] == [None, "disabled", "offline"]
     monkeypatch.setenv("WANDB_MODE", "online")
