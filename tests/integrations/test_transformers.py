@@ -10,8 +10,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BatchEncoding,
     DynamicCache,
     GenerationConfig,
@@ -23,13 +21,11 @@ from transformers import (
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import EngineConfig
 from drafter.integrations.export import CUSTOM_GENERATE
 from drafter.integrations.transformers import DrafterDecoder, generate
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
-from drafter.targets.catalog import fetch
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 
 PAD = 0
@@ -176,18 +172,3 @@ def test_auto_classes_know_the_drafter(folder: Path) -> None:
     loaded = AutoModel.from_pretrained(folder)
     assert isinstance(loaded, RecurrentDrafter)
     assert torch.equal(loaded.head.weight, trained_drafter().head.weight)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_real_model_with_the_drafter_of_the_package() -> None:
-    """A chat with SmolLM2-135M as a user of transformers has it."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(fetch("smollm2-135m"))
-    model: Any = AutoModelForCausalLM.from_pretrained(fetch("smollm2-135m"), dtype=torch.float32)
-    folder = shipped_drafter("smollm2-135m")
-    question = [{"role": "user", "content": "Why is the sea salty?"}]
-    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    wanted = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    settings = {"custom_generate": str(folder), "trust_remote_code": True}
-    assert torch.equal(model.generate(**inputs, max_new_tokens=32, do_sample=False, **settings), wanted)
-    assert torch.equal(generate(model, inputs, drafter="smollm2-135m", max_new_tokens=32), wanted)
