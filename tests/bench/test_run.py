@@ -5,6 +5,7 @@ import re
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +22,9 @@ from tests.serving.tiny import tiny_drafter, tiny_target
 
 QUESTIONS = (("math", "What is one and one?"), ("writing", "Write a word."), ("math", "Count."))
 WORKLOAD = Workload("mine", tuple(Item(name, ({"role": "user", "content": text},)) for name, text in QUESTIONS))
-SETTINGS = BenchOptions(
-    out=Path("r.jsonl"),
-    target="tiny",
-    prompts=("mine.jsonl",),
-    drafter="runs/drafter",
-    methods=("none", "drafter:W16:L2:N24", "lookup", "hf-generate"),
-    max_new_tokens=10,
-    rounds=2,
-)
+METHODS = ("none", "drafter:W16:L2:N24", "lookup", "hf-generate")
+FILES: dict[str, Any] = {"out": Path("r.jsonl"), "prompts": ("mine.jsonl",), "drafter": "runs/drafter"}
+SETTINGS = BenchOptions(target="tiny", **FILES, methods=METHODS, max_new_tokens=10, rounds=2)
 
 
 @pytest.fixture

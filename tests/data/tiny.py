@@ -39,13 +39,8 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(specials)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=BOS,
-        eos_token=END,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-    )
+    options = {"bos_token": BOS, "eos_token": END, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **options)
 
 
 def save_tiny_target(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> str:
@@ -80,20 +75,11 @@ def tiny_target(seed: int = 0, **changes: float):
     from drafter.runtimes.loading import wrap_model
 
     tokenizer = tiny_tokenizer()
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "eos_token_id": tokenizer.eos_token_id,
-        **changes,
-    }
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 128}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model = LlamaForCausalLM(LlamaConfig(**{"eos_token_id": tokenizer.eos_token_id} | sizes | layers | changes))
     return wrap_model(model, tokenizer, name="tiny")
 
 

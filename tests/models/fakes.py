@@ -27,19 +27,11 @@ class FakeTarget:
 
 
 def make_drafter(**changes: object) -> RecurrentDrafter:
-    fields: dict[str, object] = {
-        "vocab_size": V,
-        "hidden_size": D,
-        "head": "tied",
-        "draft_vocab_size": R,
-        "hidden_scale": 0.5,
-        "embedding_scale": 7.0,
-        "target_name": "fake",
-        "target_fingerprint": SKETCH,
-        **changes,
-    }
+    shape: dict[str, object] = {"vocab_size": V, "hidden_size": D, "head": "tied", "draft_vocab_size": R}
+    scales = {"hidden_scale": 0.5, "embedding_scale": 7.0}
     torch.manual_seed(0)
-    drafter = RecurrentDrafter(DrafterConfig(**fields))
+    config = DrafterConfig(**shape | scales | {"target_name": "fake", "target_fingerprint": SKETCH} | changes)
+    drafter = RecurrentDrafter(config)
     if drafter.config.num_outputs < V:
         drafter.set_draft_token_ids(3 * torch.arange(R) + 1)
     # Larger than at the start of training, so that every part shows in the logits.

@@ -29,18 +29,13 @@ from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
 export_vllm = partial(export, format="vllm")
+FUSED = {"context": "fused", "context_layers": (1, 0, 2)}
 FORMS: dict[str, dict[str, Any]] = {
     "as published": {"head": "full"},
     "low rank, scaled": {"head": "full", "block_rank": 5, "hidden_scale": 0.4, "embedding_scale": 3.0},
     "reduced": {"head": "full", "draft_vocab_size": VOCAB - 7},
     "tied, whole": {"head": "tied", "hidden_scale": 0.7},
-    "tied, reduced, fused": {
-        "head": "tied",
-        "draft_vocab_size": VOCAB - 7,
-        "context": "fused",
-        "context_layers": (1, 0, 2),
-        "hidden_scale": 0.5,
-    },
+    "tied, reduced, fused": {"head": "tied", "draft_vocab_size": VOCAB - 7, "hidden_scale": 0.5, **FUSED},
 }
 
 
