@@ -158,11 +158,7 @@ def test_a_mistake_of_ours_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mistyped_target_is_refused_before_torch_is_imported() -> None:
-    for words in (
-        ["decode", "--target", "smollm"],
-        ["train", "--model.target", "./none"],
-        ["serve", "--target=a.gguf"],
-    ):
+    for words in (["decode", "--target", "smollm"], ["train", "--model.target", "./no"], ["serve", "--target=a.gguf"]):
         script = f"import sys; from drafter.cli.main import main; code = main({words!r})"
         done = subprocess.run([sys.executable, "-c", f"{script}; sys.exit(code + 10 * ('torch' in sys.modules))"],
                               capture_output=True, text=True, check=False)  # fmt: skip

@@ -1,6 +1,6 @@
 """A target of random matrices, as much of one as a drafter looks at."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ class FakeTarget:
     fingerprint: str = SKETCH
     vocab_size: int = V
     hidden_size: int = D
-    output_weight_VD: Tensor = field(
-        default_factory=lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(7))
-    )
+
+    def __post_init__(self) -> None:
+        self.output_weight_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(7))
 
     def output_rows(self, token_X: Tensor) -> Tensor:
         return self.output_weight_VD[token_X]

@@ -42,11 +42,8 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
 
 
-_ALL = [
-    "fp8",
-    pytest.param("compressed-tensors", marks=needs("compressed_tensors")),
-    pytest.param("torchao", marks=needs("torchao")),
-]
+_PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
+_ALL = ["fp8", *(pytest.param(scheme, marks=needs(package)) for scheme, package in _PACKAGES.items())]
 
 
 def save(model: PreTrainedModel, folder: Path, scheme: str) -> dict[str, Tensor]:

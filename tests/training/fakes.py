@@ -38,9 +38,8 @@ class FakeData(LightningDataModule):
     def __init__(self, rows: Sequence[list[int]], num_batches: int) -> None:
         super().__init__()
         self.rows, self.num_batches = list(rows), num_batches
-        self.batch: ChatBatch = collate(
-            [(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in self.rows]
-        )
+        pairs = [(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in self.rows]
+        self.batch: ChatBatch = collate(pairs)
 
     def train_dataloader(self) -> Any:
         return DataLoader([self.batch] * self.num_batches, batch_size=None)
