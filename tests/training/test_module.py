@@ -16,8 +16,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
-from tests.data.engine_files import write_vllm
-from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl
+from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl, write_vllm
 from tests.engine.oracle import assert_lossless
 from tests.targets.zoo import TARGETS, build
 from tests.training.fakes import ANSWER, FakeData, Losses, fit, greedy_rows, make_module, make_target, make_trainer

@@ -24,7 +24,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamDrafting, BeamProposer
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
-from tests.data.engine_files import states_before_norm
+from tests.data.tiny import states_before_norm
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
