@@ -180,6 +180,6 @@ def test_closed_streams_swallow_and_no_bar_runs_in_a_pipe(target: str) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ways = (">&-", ">&- 2>&-", "")
     for closed, process in [(way, subprocess.Popen(["bash", "-c", f"{words} {way}"], **pipes)) for way in ways]:
-        out, error = process.communicate(timeout=120)
+        out, error = process.communicate(timeout=240)
         assert process.returncode == 0 and "Traceback" not in error and "\r" not in error, error
         assert bool(out) == (not closed)
