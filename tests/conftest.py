@@ -1,7 +1,10 @@
-"""Shared test settings: no network, one thread (many tiny tensors), deterministic seeds."""
+"""Shared test settings: no network, one thread (many tiny tensors); and the check of a command that is refused."""
 
 import os
 import tempfile
+from collections.abc import Callable
+
+import pytest
 
 os.environ["NO_PROXY"] = "*"  # servers of tests are on this machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,3 +12,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"drafter-test-datasets-{os.getuid()}"))
+
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must end with exit code 2, and one line that holds all parts."""
+    from drafter.cli.main import main
+
+    def check(words: list[str], *parts: str) -> None:
+        assert main(words) == 2
+        shown = capsys.readouterr().err
+        lines = shown.splitlines()
+        assert [line.startswith("drafter: error: ") for line in lines].count(True) == 1 and "Traceback" not in shown
+        assert all(part in lines[-1] for part in parts), lines[-1]
+
+    return check

@@ -49,9 +49,7 @@ def name_and_rest(words: list[str]) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_command_lines_parse(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_command_lines_parse(page: Path, monkeypatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     for line in command_lines(page):
         name, rest = name_and_rest(shlex.split(line))

@@ -15,9 +15,7 @@ PROMPTS = ROOT / "scripts" / "quickstart-prompts.jsonl"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_reduced_quickstart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert main(["target", "fetch", TARGET]) == 0

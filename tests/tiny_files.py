@@ -21,12 +21,9 @@ def make_drafter(target: str, folder: Path, **shape: Any) -> str:
     from drafter.runtimes.loading import load_target
 
     loaded = load_target(target, device="cpu")
-    config = DrafterConfig(
-        vocab_size=loaded.vocab_size,
-        hidden_size=loaded.hidden_size,
-        target_fingerprint=loaded.fingerprint,
-        **({"head": "full", "target_name": "tiny"} | shape),
-    )
+    sizes = {"vocab_size": loaded.vocab_size, "hidden_size": loaded.hidden_size}
+    shape = {"head": "full", "target_name": "tiny", "target_fingerprint": loaded.fingerprint} | shape
+    config = DrafterConfig(**sizes, **shape)
     torch.manual_seed(6)  # what a drafter can learn depends on its first weights: these learn well
     RecurrentDrafter(config).save_pretrained(folder)
     return str(folder)

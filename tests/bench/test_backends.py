@@ -42,24 +42,16 @@ def texts_of_transformers(batch_size: int, params: SamplingParams = PARAMS) -> l
     return [answer.token_ids for answer in TransformersBackend(tiny_target(), batch_size).answer(PROMPTS, params)]
 
 
-def test_settings_that_came_with_the_model_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_target().model
+def test_transformers_answers_by_our_settings_and_sets_aside_those_that_came_with_the_model(monkeypatch) -> None:
+    model, plain = tiny_target().model, plain_texts(tiny_target())
     own = GenerationConfig(repetition_penalty=9.0, max_new_tokens=2, do_sample=True)
     monkeypatch.setattr(model, "generation_config", own)
-    assert texts_of_transformers(1) == plain_texts(tiny_target())
-    assert model.generation_config is own
-
-
-def test_stop_tokens_end_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = plain_texts(tiny_target())[0][3]
-    monkeypatch.setattr(tiny_target(), "eos_token_ids", (stop,))
+    assert texts_of_transformers(1) == plain and model.generation_config is own
+    sampled = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
+    assert texts_of_transformers(2, sampled) == texts_of_transformers(2, sampled) != plain
+    monkeypatch.setattr(tiny_target(), "eos_token_ids", (stop := plain[0][3],))
     texts = texts_of_transformers(3)
     assert texts[0][-1] == stop and len(texts[0]) <= 4 and texts == plain_texts(tiny_target())
-
-
-def test_sampling_is_repeatable() -> None:
-    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
-    assert texts_of_transformers(2, params) == texts_of_transformers(2, params) != texts_of_transformers(2)
 
 
 # -- engines in processes of their own -----------------------------------------------------------------------------

@@ -75,8 +75,7 @@ def test_recorded_answers_are_counted_and_their_prompts_asked(files: Path, tmp_p
     assert "tokens per step along 2" in shown.out and "1 answers exceed the target's context" in shown.err
 
 
-@pytest.mark.parametrize("context", ["last", "fused"])
-@pytest.mark.parametrize("num_prompts", [3, 12])
+@pytest.mark.parametrize(("context", "num_prompts"), [("last", 3), ("fused", 12)])
 def test_steps_are_those_of_the_engine(context: str, num_prompts: int) -> None:
     tree = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
     plan = Plan.of("drafter", max_num_seqs=4, enable_prefix_caching=num_prompts > 3, **tree)

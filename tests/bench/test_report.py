@@ -8,14 +8,7 @@ import pytest
 from drafter.bench.report import report, summarise
 from drafter.bench.results import SCHEMA, BenchRecord, append_result, read_results, resume_results
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
-
-
-def committed(name: str) -> list[BenchRecord]:
-    return read_results([RESULTS / f"{name}.jsonl"])
-
-
-PEERS = committed("peers-cpu-zen5")
+PEERS = read_results([Path(__file__).resolve().parents[2] / "docs" / "results" / "peers-cpu-zen5.jsonl"])
 PLAIN = next(record for record in PEERS if record["method"] == "none")
 
 

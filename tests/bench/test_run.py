@@ -5,6 +5,7 @@ import re
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,29 +13,18 @@ import torch
 from drafter.bench import run as run_module
 from drafter.bench.measure import peak_memory
 from drafter.bench.report import summarise
-from drafter.bench.results import BenchRecord, read_results
+from drafter.bench.results import read_results
 from drafter.bench.settings import BenchOptions
 from drafter.bench.workload import Item, Workload
 from drafter.engine.loading import LoadedModels
 from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Tree, TunedSizes, conditions_of
 from tests.serving.tiny import tiny_drafter, tiny_target
 
-
-def asked(category: str, text: str) -> Item:
-    return Item(category, ({"role": "user", "content": text},))
-
-
-ITEMS = (asked("math", "What is one and one?"), asked("writing", "Write a word."), asked("math", "Count."))
-WORKLOAD = Workload("mine", ITEMS)
-SETTINGS = BenchOptions(
-    out=Path("r.jsonl"),
-    target="tiny",
-    prompts=("mine.jsonl",),
-    drafter="runs/drafter",
-    methods=("none", "drafter:W16:L2:N24", "lookup", "hf-generate"),
-    max_new_tokens=10,
-    rounds=2,
-)
+QUESTIONS = (("math", "What is one and one?"), ("writing", "Write a word."), ("math", "Count."))
+WORKLOAD = Workload("mine", tuple(Item(name, ({"role": "user", "content": text},)) for name, text in QUESTIONS))
+METHODS = ("none", "drafter:W16:L2:N24", "lookup", "hf-generate")
+FILES: dict[str, Any] = {"out": Path("r.jsonl"), "prompts": ("mine.jsonl",), "drafter": "runs/drafter"}
+SETTINGS = BenchOptions(target="tiny", **FILES, methods=METHODS, max_new_tokens=10, rounds=2)
 
 
 @pytest.fixture
@@ -48,14 +38,10 @@ def run_benchmark(options: BenchOptions, models: LoadedModels, out: Path) -> int
     return run_module.run_benchmark(replace(options, out=out), models, [WORKLOAD])
 
 
-def records_of(out: Path) -> list[BenchRecord]:
-    return read_results([out])
-
-
 def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models: LoadedModels) -> None:
     out = tmp_path / "r.jsonl"
     assert run_benchmark(SETTINGS, models, out) == 8
-    records = records_of(out)
+    records = read_results([out])
     assert [record["method"] for record in records] == [*SETTINGS.methods, *SETTINGS.methods]
     assert [record["round"] for record in records] == [0] * 4 + [1] * 4
     for record in records:
@@ -69,18 +55,14 @@ def test_methods_take_turns_and_agree_with_plain_decoding(tmp_path: Path, models
     assert drafted["num_forwards"] < drafted["num_tokens"]
 
 
-def test_batches_and_temperatures_are_points_of_a_grid(
-    tmp_path: Path, models: LoadedModels, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batches_and_temperatures_are_points_of_a_grid(tmp_path: Path, models: LoadedModels, capsys) -> None:
     methods = ("drafter:W16:L2:N24", "hf-generate", "llama-cpp")
     settings = replace(SETTINGS, methods=methods, batch_sizes=(2, 3), temperatures=(0.0, 0.7), rounds=1)
     assert run_benchmark(settings, models, tmp_path / "r.jsonl") == 8
     shown = capsys.readouterr().err
     assert "llama-cpp answers one prompt at a time: left out at batch size 2" in shown
-    assert re.search(r"^hf-generate B=2 round 1: \d+ answers in [\d.]+ s$", shown, re.MULTILINE), (
-        "in a pipe no bar shows"
-    )
-    records = records_of(tmp_path / "r.jsonl")
+    assert re.search(r"^hf-generate B=2 round 1: \d+ answers in [\d.]+ s$", shown, re.MULTILINE)  # no bar in a pipe
+    records = read_results([tmp_path / "r.jsonl"])
     conditions = [(record["temperature"], record["batch_size"]) for record in records[::2]]
     assert conditions == [(0.0, 2), (0.0, 3), (0.7, 2), (0.7, 3)]
     for record in records:
@@ -99,13 +81,13 @@ def test_what_is_done_is_not_repeated(tmp_path: Path, models: LoadedModels) -> N
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:40])  # broken off within the third run
     assert run_benchmark(settings, models, out) == 2
-    assert [record["method"] for record in records_of(out)] == ["lookup", "none"] * 2
+    assert [record["method"] for record in read_results([out])] == ["lookup", "none"] * 2
     # Also where plain decoding, which was decoded for this comparison alone, comes later.
-    assert all(record["identical"]["num_identical"] == 3 for record in records_of(out))
+    assert all(record["identical"]["num_identical"] == 3 for record in read_results([out]))
     assert run_benchmark(settings, models, out) == 0
     assert run_benchmark(replace(settings, max_new_tokens=3, rounds=1), models, out) == 2
     assert run_benchmark(replace(settings, quantization="int8", rounds=1), models, out) == 2
-    assert records_of(out)[-1]["target"]["dtype"] == "float32, int8 weights"
+    assert read_results([out])[-1]["target"]["dtype"] == "float32, int8 weights"
 
 
 def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models: LoadedModels) -> None:
@@ -117,7 +99,7 @@ def test_other_weights_in_the_same_folder_are_another_run(tmp_path: Path, models
     with torch.no_grad():
         next(trained.parameters()).mul_(1.5)
     assert run_benchmark(settings, models._replace(drafter=trained), out) == 1  # plain decoding has none
-    _, *drafted = records_of(out)
+    _, *drafted = read_results([out])
     assert len({record["drafter_fingerprint"] for record in drafted}) == len({r["run_id"] for r in drafted}) == 2
     assert len({method.label for methods in summarise(drafted) for method in methods}) == 2
 
@@ -137,14 +119,14 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: LoadedModels, m
     write(Tree(16, 2, 24))
     models.drafter.name_or_path = str(tmp_path)
     run_benchmark(tuned, models, tmp_path / "r.jsonl")
-    record = records_of(tmp_path / "r.jsonl")[1]
+    record = read_results([tmp_path / "r.jsonl"])[1]
     assert record["identical"]["num_identical"] == 3 and record["num_forwards"] < record["num_tokens"]
     assert record["settings"]["tuned"] == "tuned.json"
     assert str(tmp_path) not in json.dumps(record["settings"])  # no paths of this machine
     assert run_benchmark(tuned, models, tmp_path / "r.jsonl") == 0
     write(Tree(8, 2, 12))
     assert run_benchmark(tuned, models, tmp_path / "r.jsonl") == 1
-    assert records_of(tmp_path / "r.jsonl")[2]["tuned_digest"] != record["tuned_digest"]
+    assert read_results([tmp_path / "r.jsonl"])[2]["tuned_digest"] != record["tuned_digest"]
 
 
 def test_peak_memory_sees_what_was_allocated_within() -> None:

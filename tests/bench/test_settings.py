@@ -16,6 +16,9 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
     ):
         spec = parse_method(text)
         assert (spec.config, spec.numbers) == (EngineConfig(method=spec.name, **config), knobs), text
+    specs = [parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")]
+    assert [spec.is_peer for spec in specs] == [True, True, True, True, False]
+    assert [spec.gguf_weights for spec in specs[:2]] == ["BF16", "Q4_1"]
     tuned = parse_method("drafter:tuned:uncoupled")
     assert tuned.is_tuned and tuned.numbers == {"coupled": False} and tuned.config == EngineConfig(method="drafter")
 
@@ -53,9 +56,3 @@ def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], 
     fields: dict[str, object] = {"target": "t", "out": "o", "prompts": ("p",), "methods": ("none",), **changes}
     with pytest.raises(ValueError, match=reason):
         BenchOptions(**fields)  # type: ignore[arg-type]
-
-
-def test_other_engines_are_peers() -> None:
-    specs = [parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")]
-    assert [spec.is_peer for spec in specs] == [True, True, True, True, False]
-    assert [spec.gguf_weights for spec in specs[:2]] == ["BF16", "Q4_1"]

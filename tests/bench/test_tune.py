@@ -97,9 +97,7 @@ def test_what_allows_no_measurement_is_refused() -> None:
         tune(shared_target(), trained_drafter(), [[1] * 10**4], SETTINGS)
 
 
-def test_the_command_writes_a_file_that_other_commands_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_file_that_other_commands_take(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     target = make_target(tmp_path)
     models = ["--target", target, "--drafter", make_drafter(target, tmp_path / "drafter"), "--device", "cpu"]

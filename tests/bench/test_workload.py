@@ -52,9 +52,7 @@ def test_fewer_prompts_come_from_all_categories() -> None:
         ("gsm8k", {"question": "How many?", "answer": "4"}, Item("math", asked("How many?"))),
     ],
 )
-def test_named_sets_are_read_by_their_own_columns(
-    name: str, row: dict[str, object], item: Item, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_sets_are_read_by_their_own_columns(name: str, row: dict[str, object], item: Item, monkeypatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: [row])
     assert read_prompt_set(name) == Workload(name, (item,))
 

@@ -10,7 +10,7 @@ import pytest
 from drafter.engine.engine import Engine
 from drafter.serving.listen import bind
 from drafter.targets import chat
-from tests.cli.conftest import Refused
+from tests.conftest import Refused
 from tests.data.tiny import write_jsonl
 from tests.tiny_files import make_target
 
@@ -69,9 +69,7 @@ def test_damaged_weights(target: str, drafter: str, refused: Refused, tmp_path: 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_chat_templates_of_strangers(
-    target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_templates_of_strangers(target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.25)
     copy = shutil.copytree(target, tmp_path / "target")
     for left in copy.glob("*.jinja"):
@@ -94,9 +92,7 @@ def test_chat_templates_of_strangers(
         Engine.load(str(copy), device="cpu", method="none").generate([[turns[0]]])
 
 
-def test_drafter_of_another_target_or_kind(
-    target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafter_of_another_target_or_kind(target: str, drafter: str, refused: Refused, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     other = make_target(tmp_path, seed=1)
     refused(["decode", "--target", other, "--drafter", drafter, "--prompt", "hi"], "trained for target 'tiny'", other)

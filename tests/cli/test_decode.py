@@ -21,7 +21,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Request
 from drafter.runtimes.loading import load_target
 from drafter.utils.provenance import write_run_record
-from tests.cli.conftest import Refused
+from tests.conftest import Refused
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -86,9 +86,7 @@ def written(token_ids: list[int]) -> Request:
     return Request(0, [5, 6], SamplingParams(), 9, frozenset(), token_ids=token_ids)
 
 
-def test_decode_prints_and_chats(
-    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_prints_and_chats(target: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     common = ["decode", "--target", target, "--method", "none", "--max-new-tokens", "3", "--device", "cpu"]
     assert main([*common, "--raw", "--prompt", "one"]) == 0
     shown = capsys.readouterr().err.splitlines()
@@ -115,9 +113,7 @@ def test_foreign_files_are_kept(target: str, tmp_path: Path, refused: Refused) -
     refused([*words, "/dev/full"], "/dev/full: No space left")
 
 
-def test_distill_then_inspect(
-    target: str, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_distill_then_inspect(target: str, tmp_path: Path, refused: Refused, capsys) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "answers.jsonl"
     prompts.write_text('{"question": "one"}\n{"question": "two"}\n')
     words = ["distill", "--target", target, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
@@ -139,9 +135,7 @@ def test_distill_then_inspect(
     refused(["distill", "--out", str(out), "--endpoint", "http://h:1"], "--endpoint needs --model")
 
 
-def test_bench_measures_and_prints_the_table(
-    target: str, drafter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_measures_and_prints_the_table(target: str, drafter: str, tmp_path: Path, capsys) -> None:
     prompts, config, out = (tmp_path / name for name in ("mine.jsonl", "bench.yaml", "r.jsonl"))
     prompts.write_text('{"turns": ["one", "two"], "category": "a"}\n{"prompt": "three", "category": "b"}\n')
     config.write_text(f"target: {target}\nprompts: {prompts}\nmethods: [none, drafter]\nmax_new_tokens: 4\nrounds: 3\n")

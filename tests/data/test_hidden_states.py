@@ -15,8 +15,7 @@ from drafter.data.hidden_states import RowsWithStates, cache_states, first_kept,
 from drafter.data.rows import TokenRows
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
-from tests.data.engine_files import states_before_norm, write_file, write_speculators, write_vllm
-from tests.data.tiny import tiny_target, token_rows
+from tests.data.tiny import states_before_norm, tiny_target, token_rows, write_file, write_speculators, write_vllm
 from tests.targets.zoo import TARGETS, build
 
 MARGIN = 3

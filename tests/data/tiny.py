@@ -1,16 +1,22 @@
-"""A byte-level BPE tokenizer of a few hundred tokens, built in memory, and small chat templates for it."""
+"""A byte-level BPE tokenizer and a target over it, in memory; rows; and files of states as engines write them."""
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafter.data.encode import EncodedRow, RowEncoder, row_features
 from drafter.data.reading import RawRow
 from drafter.data.rows import TokenRows
+from drafter.runtimes.loading import wrap_model
+from drafter.targets.capabilities import decoder_of
+from drafter.targets.target import Target
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"
 
@@ -39,13 +45,8 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(specials)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=BOS,
-        eos_token=END,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-    )
+    options = {"bos_token": BOS, "eos_token": END, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **options)
 
 
 def save_tiny_target(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> str:
@@ -74,26 +75,12 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
 
 def tiny_target(seed: int = 0, **changes: float):
     """A random Llama of 2 layers over the tiny tokenizer's vocabulary; the same weights every time."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from drafter.runtimes.loading import wrap_model
-
     tokenizer = tiny_tokenizer()
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "eos_token_id": tokenizer.eos_token_id,
-        **changes,
-    }
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 128}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model = LlamaForCausalLM(LlamaConfig(**{"eos_token_id": tokenizer.eos_token_id} | sizes | layers | changes))
     return wrap_model(model, tokenizer, name="tiny")
 
 
@@ -116,3 +103,47 @@ def token_rows(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenRow
 
     columns = [EncodedRow(list(token_ids), list(loss_mask)).columns() for token_ids, loss_mask in rows]
     return TokenRows(datasets.Dataset.from_list(columns, features=row_features()))
+
+
+# -- files of hidden states as vLLM and speculators write them -------------------------------------------------------
+
+
+@torch.no_grad()
+def states_before_norm(target: Target, token_T: Tensor, layers: Sequence[int]) -> Tensor:
+    """[T, L, D]: the inputs of these layers, then the output of the last layer before the final norm."""
+    seen: list[Tensor] = []
+    decoder = decoder_of(target.model)
+    hook = decoder.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    output = decoder(input_ids=token_T.long()[None], use_cache=False, output_hidden_states=True)
+    hook.remove()
+    return torch.stack([*(output.hidden_states[layer][0] for layer in layers), seen[0][0]], dim=1)
+
+
+def write_file(path: Path, state_TAD: Tensor, token_T: Tensor, *, is_float8: bool = False) -> None:
+    """One text. In float8 every token has one scale over all its layers, as speculators' FP8 connector writes it."""
+    tensors = {"hidden_states": state_TAD.contiguous(), "token_ids": token_T.long()}
+    if is_float8:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scale_T11 = (state_TAD.float().abs().amax(dim=(1, 2), keepdim=True) / largest).clamp(min=1e-12)
+        tensors["hidden_states"] = (state_TAD.float() / scale_T11).to(torch.float8_e4m3fn)
+        tensors["hidden_states_scales"] = scale_T11
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+
+
+def write_speculators(
+    folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = (), *, is_float8: bool = False
+) -> None:
+    """``hs_{i}.safetensors`` of whole rows."""
+    for number, (token_T, _) in enumerate(rows.take(range(len(rows)))):
+        state_TAD = states_before_norm(target, token_T, layers)
+        write_file(folder / f"hs_{number}.safetensors", state_TAD, token_T, is_float8=is_float8)
+
+
+def write_vllm(folder: Path, rows: TokenRows, target: Target, layers: Sequence[int] = ()) -> None:
+    """Files named by requests that wrote the answers: no state for the last answer token and what stands behind."""
+    for number, (token_T, loss_mask_T) in enumerate(rows.take(range(len(rows)))):
+        token_T = token_T[: int(loss_mask_T.nonzero()[-1])]
+        path = folder / f"chatcmpl-{97 * number % 89:x}{number}.safetensors"
+        write_file(path, states_before_norm(target, token_T, layers), token_T)
+        path.with_name(path.name + ".lock").touch()  # vLLM leaves the lock files

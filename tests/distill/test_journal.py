@@ -56,12 +56,10 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
-    with (
-        open_journal(tmp_path / "a.jsonl", {"seed": 1}, {}),
-        pytest.raises(ValueError, match="another run is writing this file"),
-    ):
-        fill(tmp_path / "a.jsonl")
-    fill(tmp_path / "a.jsonl")
+    place = tmp_path / "a.jsonl"
+    with open_journal(place, {"seed": 1}, {}), pytest.raises(ValueError, match="another run is writing this file"):
+        fill(place)
+    fill(place)
 
 
 def test_a_full_disk_is_an_error_and_the_rows_before_it_stay(tmp_path: Path) -> None:

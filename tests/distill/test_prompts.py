@@ -17,12 +17,8 @@ def test_the_package_brings_its_own_prompts() -> None:
 
 
 def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
-    rows = [
-        {"id": "a", "prompt": "One?"},
-        {"id": "a", "prompt": "Two?"},
-        {"prompt": "One?"},
-        {"messages": chat("Three?", "Yes.", "Four?", "No.")},
-    ]
+    rows: list[dict] = [{"id": "a", "prompt": "One?"}, {"id": "a", "prompt": "Two?"}, {"prompt": "One?"}]
+    rows.append({"messages": chat("Three?", "Yes.", "Four?", "No.")})
     prompts, left_out = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows))
     assert prompts[0].id == "a" and prompts[1].id.startswith("a-") and len({prompt.id for prompt in prompts}) == 3
     assert list(prompts[2].messages) == chat("Three?", "Yes.", "Four?") and left_out.total() == 1

@@ -40,15 +40,10 @@ def trained_drafter(context: str = "last", head: str = "full", num_steps: int = 
     """A drafter trained for a second on the target's own answers, for :func:`shared_target`."""
     target = shared_target()
     torch.manual_seed(0)
-    config = DrafterConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        context=context,
-        context_layers=(1, 2) if context == "fused" else (),
-        head=head,
-        draft_vocab_size=VOCAB - 7 if head == "tied" else None,
-        num_res_blocks=1,
-    )
+    layers, num_outputs = (1, 2) if context == "fused" else (), VOCAB - 7 if head == "tied" else None
+    shape = {"context": context, "context_layers": layers, "head": head, "draft_vocab_size": num_outputs}
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+    config = DrafterConfig(**sizes, **shape, num_res_blocks=1)
     drafter = RecurrentDrafter(config)
     drafter.set_draft_token_ids(torch.arange(VOCAB - config.num_outputs, VOCAB)).bind(target)
     prompts = prompts_for(16, seed=100)

@@ -25,16 +25,9 @@ VOCAB = 61
 def tiny_target(seed: int = 0, *, vocab_size: int = VOCAB, hidden_size: int = 32, max_length: int = 256) -> Target:
     """A random two-layer Llama, sharp enough to repeat itself."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_length,
-        initializer_range=0.15,
-    )
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **layers, max_position_embeddings=max_length, initializer_range=0.15)
     return wrap_model(LlamaForCausalLM(config), name=f"tiny-{seed}")
 
 

@@ -53,9 +53,7 @@ def test_swaps_at_every_other_step_change_no_token(is_sized: bool) -> None:
     assert found == ids(Engine(shared_target(), config=EngineConfig(method="none")).generate(PROMPTS, PARAMS))
 
 
-def test_drafting_in_vain_ends_until_another_drafter_comes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drafting_in_vain_ends_until_another_drafter_comes(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """The forwards get smaller, and one line says why."""
     monkeypatch.setattr(engine_module, "_MOST_VAIN_STEPS", 8)
     useless = untrained()

@@ -28,14 +28,8 @@ def new_engine(**settings: object) -> Engine:
 
 def hugging_face_answer(target: Target, prompt: list[int], num_tokens: int, eos: Sequence[int] = ()) -> list[int]:
     prompt_1T = torch.tensor([prompt])
-    output = target.model.generate(
-        prompt_1T,
-        attention_mask=torch.ones_like(prompt_1T),
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        eos_token_id=list(eos) or VOCAB + 1,
-        pad_token_id=0,
-    )
+    options = {"max_new_tokens": num_tokens, "eos_token_id": list(eos) or VOCAB + 1, "pad_token_id": 0}
+    output = target.model.generate(prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, **options)
     return output[0, len(prompt) :].tolist()
 
 

@@ -2,19 +2,23 @@
 or is in the key of its graph. tests/accelerator/cuda/ records real graphs.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, RequestOptions
-from drafter.engine.settings import Plan
+from drafter.engine.runner import Runner
+from drafter.engine.settings import EngineConfig, Plan
+from drafter.runtimes.loading import wrap_model
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import assert_lossless
+from tests.engine.oracle import assert_lossless, tiny_target
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
@@ -70,9 +74,7 @@ def test_recorded_steps_hand_out_what_each_request_asks_for(recorded: list[Calla
     assert updates(compile=True) == updates(compile=False) and recorded
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """The first step has its result, whatever the recording does."""
 
     def record(graphs: Graphs, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -83,3 +85,34 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     engine = Engine(shared_target(), trained_drafter(), replace(PLAN, compile=True))
     assert_lossless(engine, [(prompt, SAMPLED) for prompt in prompts_for(3, seed=2)])
     assert "capture failed" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("params", [GREEDY, TOP_K, SAMPLED], ids=["greedy", "top-k", "nucleus"])
+def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits once, when it hands out its tokens; :mod:`tests.accelerator` counts reads without a GPU."""
+    target = wrap_model(tiny_target().model.to("cuda"), name="tiny-0")
+    drafter = copy.deepcopy(trained_drafter()).to("cuda").bind(target)
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
+    engine.reserve(150)
+    for prompt in prompts_for(2, seed=1):
+        engine.add(engine.make_request(prompt, params))
+    for _ in range(3):
+        engine.step()
+    hand_out = Runner._hand_out
+
+    def allowed(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return hand_out(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(Runner, "_hand_out", allowed)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert all(update.token_ids for update in engine.step())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

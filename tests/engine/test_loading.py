@@ -38,9 +38,7 @@ def test_public_names_are_loaded_on_first_use() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_measured_sizes_of_a_shipped_drafter_lie_in_the_users_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_sizes_of_a_shipped_drafter_lie_in_the_users_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert tuned_path("smollm2-135m") == tmp_path / "home" / "tuned" / "smollm2-135m" / "tuned.json"

@@ -10,22 +10,11 @@ from unittest.mock import Mock
 import pytest
 
 from drafter.decoding.params import SamplingParams
+from drafter.engine import tuned
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig, resolve
-from drafter.engine.tuned import (
-    LIVE_TREES,
-    PLAIN,
-    LiveSizer,
-    MeasuredTree,
-    RowPlan,
-    Tree,
-    TreeSizer,
-    TunedSizes,
-    conditions_of,
-    misfit,
-    read_tuned,
-)
+from drafter.engine.tuned import PLAIN, LiveSizer, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes, read_tuned
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.torch import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
@@ -37,7 +26,7 @@ ONE_ROW = RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*SMALL, 1.5, 
 
 
 def conditions() -> dict[str, Any]:
-    return conditions_of(shared_target(), trained_drafter(), is_compiled=False)
+    return tuned.conditions_of(shared_target(), trained_drafter(), is_compiled=False)
 
 
 def sizes_of(*plans: RowPlan) -> TunedSizes:
@@ -97,7 +86,7 @@ def test_a_target_of_stored_integers_has_a_file_of_its_own(monkeypatch: pytest.M
     plain = sizes_of()
     stored = shared_target().traits._replace(number_format="stored")
     monkeypatch.setattr(TorchRuntime, "traits", stored)  # dtype and fingerprint are those of the unpacked weights
-    assert misfit(plain, conditions()) == "was measured for another dtype (float32, not stored)"
+    assert tuned.misfit(plain, conditions()) == "was measured for another dtype (float32, not stored)"
 
 
 def loaded_drafter(folder: Path) -> RecurrentDrafter:
@@ -175,8 +164,8 @@ def test_without_measurements_the_fastest_steps_win_and_cost_no_more_than_plain_
     seconds: tuple[float, ...], wanted: Tree
 ) -> None:
     seconds_of = dict(zip((PLAIN, TWO, FOUR, EIGHT), seconds, strict=True))
-    kept = {tree: number - 1 for tree, number in LIVE_TREES.items()}
-    sizer = LiveSizer(LIVE_TREES)
+    kept = {tree: number - 1 for tree, number in tuned.LIVE_TREES.items()}
+    sizer = LiveSizer(tuned.LIVE_TREES)
     seen = _drive(sizer, 4000, kept, seconds_of)
     assert {PLAIN, FOUR} <= set(seen[:10]) and (EIGHT in seen) == (wanted == EIGHT), "no step of a tree that cannot pay"
     assert Counter(seen[20:])[wanted] / len(seen[20:]) > 0.85

@@ -130,9 +130,7 @@ def test_configs_without_counterpart_are_refused_by_field(field: str, value: obj
 def test_missing_and_unknown_tensors_are_named(tensors: dict[str, Tensor]) -> None:
     config = config_from_apple(json.loads((FOLDER / "config.json").read_text()))
     bias = tensors.pop("rnn_u.bias")
-    for more, match in (
-        ({}, "'rnn_u.bias' is missing"),
-        ({"rnn_u.bias": bias, "input_proj.weight": bias}, "'input_proj.weight' is unknown"),
-    ):
+    both = {"rnn_u.bias": bias, "input_proj.weight": bias}
+    for more, match in (({}, "'rnn_u.bias' is missing"), (both, "'input_proj.weight' is unknown")):
         with pytest.raises(ValueError, match=match):
             from_apple(config, tensors | more)

@@ -54,9 +54,6 @@ def test_export_to_the_published_format(drafter: Path, tmp_path: Path, capsys: p
         (["--format", "pear"], "pear"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(
-    words: list[str], match: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(drafter), "--out", str(tmp_path / "out"), *words]) == 2
-    assert match in capsys.readouterr().err.splitlines()[-1]
+def test_flags_that_do_not_fit_are_refused(words: list[str], match: str, drafter: Path, tmp_path, refused) -> None:
+    refused(["export", str(drafter), "--out", str(tmp_path / "out"), *words], match)
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,6 @@
 """A target of random matrices, as much of one as a drafter looks at."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,28 +18,20 @@ class FakeTarget:
     fingerprint: str = SKETCH
     vocab_size: int = V
     hidden_size: int = D
-    output_weight_VD: Tensor = field(
-        default_factory=lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(7))
-    )
+
+    def __post_init__(self) -> None:
+        self.output_weight_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(7))
 
     def output_rows(self, token_X: Tensor) -> Tensor:
         return self.output_weight_VD[token_X]
 
 
 def make_drafter(**changes: object) -> RecurrentDrafter:
-    fields: dict[str, object] = {
-        "vocab_size": V,
-        "hidden_size": D,
-        "head": "tied",
-        "draft_vocab_size": R,
-        "hidden_scale": 0.5,
-        "embedding_scale": 7.0,
-        "target_name": "fake",
-        "target_fingerprint": SKETCH,
-        **changes,
-    }
+    shape: dict[str, object] = {"vocab_size": V, "hidden_size": D, "head": "tied", "draft_vocab_size": R}
+    scales = {"hidden_scale": 0.5, "embedding_scale": 7.0}
     torch.manual_seed(0)
-    drafter = RecurrentDrafter(DrafterConfig(**fields))
+    config = DrafterConfig(**shape | scales | {"target_name": "fake", "target_fingerprint": SKETCH} | changes)
+    drafter = RecurrentDrafter(config)
     if drafter.config.num_outputs < V:
         drafter.set_draft_token_ids(3 * torch.arange(R) + 1)
     # Larger than at the start of training, so that every part shows in the logits.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.utils.fingerprint import same_fingerprint
 from tests.models.fakes import SKETCH, D, FakeTarget, R, V, make_drafter
@@ -76,6 +77,7 @@ def test_saved_and_read_back(shape: dict[str, object], tmp_path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     again = RecurrentDrafter.from_pretrained(tmp_path).bind(FakeTarget())
     assert torch.equal(again.draft_token_ids_R, drafter.draft_token_ids_R)
+    assert all(getattr(again.config, name) == getattr(drafter.config, name) for name in DrafterConfig.__annotations__)
     context, embedding = inputs(drafter, 3)
     assert torch.equal(again(context, embedding), drafter(context, embedding))
     half = RecurrentDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16).bind(FakeTarget())

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.models.fakes import make_drafter
 
@@ -60,17 +59,6 @@ def refusal(folder: Path) -> str:
 def test_wrong_fields_are_named(fields: dict[str, Any], words: list[str], folder: Path) -> None:
     change_config(folder, **fields)
     assert all(word in refusal(folder) for word in words)
-
-
-def test_a_config_has_sizes_and_is_read_as_it_was_written(tmp_path: Path) -> None:
-    whole = DrafterConfig(vocab_size=100, hidden_size=8)
-    assert (whole.num_outputs, whole.context_size) == (100, 8)
-    sizes = {"vocab_size": 100, "hidden_size": 8, "draft_vocab_size": 30}
-    config = DrafterConfig(**sizes, context="fused", context_layers=[1, 3, 5], target_name="t", embedding_scale=8.5)
-    assert (config.num_outputs, config.context_size, config.context_layers) == (30, 24, (1, 3, 5))
-    config.save_pretrained(tmp_path)
-    again = DrafterConfig.from_pretrained(tmp_path)
-    assert again.to_dict() == config.to_dict() and again.context_layers == (1, 3, 5)
 
 
 def test_config_that_is_no_object(folder: Path) -> None:

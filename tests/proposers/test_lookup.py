@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from drafter.decoding.tree import depths_of
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
-from drafter.proposers.lookup import (
-    _ODDS,
-    _WEIGHT_PER_TOKEN,
-    LookupDrafting,
-    LookupProposer,
-    find_matches,
-    follow_matches,
-)
+from drafter.proposers import lookup
+from drafter.proposers.lookup import LookupDrafting, LookupProposer, find_matches, follow_matches
 from tests.engine.oracle import assert_lossless, requests, rows_of, tiny_target
 from tests.reference.lookup_loop import find_matches_loop, follow_loop, share_loop
 from tests.reference.nodes import nodes_of, paths_of
@@ -68,7 +62,7 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
         scores = paths_of(nodes_of(text[-1], *columns))
         assert scores.keys() == {tuple(p[: d + 1]) for p in proposals for d in range(length)}
         for path, score in scores.items():
-            share = share_loop(proposals, lengths, path, _ODDS, _WEIGHT_PER_TOKEN)
+            share = share_loop(proposals, lengths, path, lookup._ODDS, lookup._WEIGHT_PER_TOKEN)
             assert score == pytest.approx(math.log(share), abs=1e-4)
 
 

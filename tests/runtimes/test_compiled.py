@@ -46,9 +46,7 @@ def test_compiled_layers_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def test_layers_that_do_not_compile_run_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_that_do_not_compile_run_as_they_are(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(compiled, "_HOW", {"backend": "no such backend"})
     target = tiny_target()
     target.runtime.compile_layers(())

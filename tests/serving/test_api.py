@@ -42,9 +42,7 @@ def test_chat_is_the_targets_own_answer_whole_and_streamed(idle: Live) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in chat(idle, stream=True)), "unless asked"
 
 
-def test_the_engines_thread_makes_no_text_and_a_failing_decoder_ends_its_answer_alone(
-    idle: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engines_thread_makes_no_text_and_a_failing_decoder_ends_its_answer_alone(idle: Live, monkeypatch) -> None:
     def refuse(*_: Any, **__: Any) -> str:
         raise RuntimeError("no text")
 

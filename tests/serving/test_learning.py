@@ -27,9 +27,7 @@ from tests.serving.tiny import break_for_good, failing_once, tiny_drafter, tiny_
 RELOAD = "/v1/drafter/reload"
 
 
-def test_finished_answers_are_recorded_unless_the_client_objects(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_answers_are_recorded_unless_the_client_objects(tmp_path: Path, caplog) -> None:
     folder = tmp_path / "new" / "traffic"
     caplog.set_level(logging.INFO, "drafter.serving")
     with live_server(record=folder, record_max_mib=5) as server, server.http() as http:
@@ -102,9 +100,7 @@ def test_answers_go_on_while_drafters_take_over(following: Live, drafter: Path) 
     assert digest_of(following) != first and following.metric("failed_steps_total", cause="error") == 0
 
 
-def test_a_folder_that_does_not_load_leaves_the_old_drafter(
-    following: Live, drafter: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_does_not_load_leaves_the_old_drafter(following: Live, drafter: Path, caplog) -> None:
     first = digest_of(following)
     new = drafter.with_name("new")
     new.write_text("{")

@@ -107,9 +107,7 @@ def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.Monke
         assert os.environ.pop(name) == expected
 
 
-def test_the_process_of_the_templates_starts_before_the_cache_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_of_the_templates_starts_before_the_cache_is_there(tmp_path: Path, monkeypatch) -> None:
     """A fork keeps the pages of a cache that it shares, once the server writes to them."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     reserve, forks = Engine.reserve, list[int]()

@@ -47,9 +47,7 @@ def test_a_recorder_whose_file_was_removed_begins_another(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_partial", [False, True])
-def test_a_full_disk_ends_the_recording_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_partial: bool
-) -> None:
+def test_a_full_disk_ends_the_recording_with_one_line(tmp_path: Path, monkeypatch, caplog, is_partial: bool) -> None:
     class Full(FileIO):
         def write(self, data: Any) -> int:
             if self.tell() == 0:

@@ -51,14 +51,7 @@ def failing_once(call: Callable[..., Any], error: Exception, *, after: int = 0) 
 
 def tiny_engine(**settings: object) -> Engine:
     """An engine as a server uses it: one size of rows, prefixes reused, a wide tree."""
-    fields: dict[str, object] = {
-        "max_num_seqs": 4,
-        "max_model_len": 256,
-        "beam_width": 64,
-        "draft_length": 2,
-        "tree_size": 96,
-        "prefill_chunk": 32,
-        "enable_prefix_caching": True,
-    }
-    plan = plan_of(**fields | settings)  # type: ignore[arg-type]
+    rows = {"max_num_seqs": 4, "max_model_len": 256, "prefill_chunk": 32, "enable_prefix_caching": True}
+    tree = {"beam_width": 64, "draft_length": 2, "tree_size": 96}
+    plan = plan_of(**rows | tree | settings)  # type: ignore[arg-type]
     return Engine(tiny_target(), tiny_drafter() if plan.method == "drafter" else None, plan)

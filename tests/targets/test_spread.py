@@ -20,21 +20,13 @@ _ASKED = requests(5, seed=4)
 _CONFIG = EngineConfig(
     method="drafter", beam_width=4, draft_length=3, tree_size=8, max_num_seqs=2, enable_prefix_caching=True
 )
-_MAP = """\
-model.embed_tokens: cpu
-model.norm: cpu
-model.rotary_emb: cpu
-lm_head: cpu
-model.layers.0: cpu
-model.layers.1: disk
-"""
+_REST = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]  # of the modules, beside the layers
+_MAP = "".join(f"{name}: cpu\n" for name in [*_REST, "model.layers.0"]) + "model.layers.1: disk\n"
 
 
 def llama(num_layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=num_layers, num_attention_heads=2
-    )
-    return LlamaForCausalLM(config).float()
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **sizes)).float()
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +102,7 @@ def test_layers_fill_the_devices_in_order() -> None:
     free = {0: int((rest + 1.5 * layer) / 0.8), 1: int(2.5 * layer / 0.8), "cpu": int(1.2 * layer / 0.8)}
     found = spread_out(model, torch.bfloat16, torch.device("cuda", 0), free)
     assert [found.pop(f"model.layers.{index}") for index in range(6)] == [0, 1, 1, "cpu", "disk", "disk"]
-    assert found == dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], 0)
+    assert found == dict.fromkeys(_REST, 0)
     on_cpu = spread_out(model, torch.bfloat16, torch.device("cpu"), {"cpu": free[0]})
     assert [on_cpu[f"model.layers.{index}"] for index in range(3)] == ["cpu", "disk", "disk"]
 

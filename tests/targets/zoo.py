@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.targets.target import Target
-from tests.engine.oracle import plan_of
+from tests.engine.oracle import ids, plan_of
 
 panel: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "architectures.py")))
 VOCAB: int = panel.VOCAB
@@ -82,7 +82,5 @@ def prompts_of(*sizes: int) -> list[list[int]]:
 def drafted(target: Target, method: Any, prompts: list[list[int]], num_new: int, **settings: Any) -> list[list[int]]:
     """The greedy texts of our engine."""
     fields = {"method": method, "tree_size": 1 if method == "none" else 6, "max_num_seqs": 2}
-    found = Engine(target, config=plan_of(**fields | settings)).generate(
-        prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True)
-    )
-    return [list(completion.token_ids) for completion in found]
+    engine = Engine(target, config=plan_of(**fields | settings))
+    return ids(engine.generate(prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True)))

@@ -1,6 +1,5 @@
 """A tiny target, its own greedy text, and a data module that hands it out."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,13 +9,11 @@ from torch.utils.data import DataLoader
 
 from drafter.data.rows import ChatBatch, collate
 from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig
 from drafter.targets.target import Target
 from drafter.training.module import DrafterModule
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from tests.engine.drafters import answers_of, prompts_for
-from tests.engine.oracle import assert_lossless, tiny_target
+from tests.engine.oracle import tiny_target
 
 PROMPT_LENGTH = 3
 ANSWER = SamplingParams(max_new_tokens=13, ignore_eos=True)
@@ -41,9 +38,8 @@ class FakeData(LightningDataModule):
     def __init__(self, rows: Sequence[list[int]], num_batches: int) -> None:
         super().__init__()
         self.rows, self.num_batches = list(rows), num_batches
-        self.batch: ChatBatch = collate(
-            [(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in self.rows]
-        )
+        pairs = [(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in self.rows]
+        self.batch: ChatBatch = collate(pairs)
 
     def train_dataloader(self) -> Any:
         return DataLoader([self.batch] * self.num_batches, batch_size=None)
@@ -102,10 +98,3 @@ def fit(folder: Any, target: Target, num_steps: int, **changes: Any) -> DrafterM
     data = FakeData(greedy_rows(target), num_steps)
     make_trainer(folder, max_steps=num_steps, limit_val_batches=0, **trainer_changes).fit(module, datamodule=data)
     return module
-
-
-def tokens_per_step(module: DrafterModule, target: Target, rows: list[list[int]]) -> float:
-    """How many tokens a step of the engine writes of the target's own rows, by the drafts of a module."""
-    drafter = copy.deepcopy(module.drafter).eval()
-    engine = Engine(target, drafter, EngineConfig(beam_width=2, draft_length=3, tree_size=7, copying=False))
-    return assert_lossless(engine, [(row[:PROMPT_LENGTH], ANSWER) for row in rows])

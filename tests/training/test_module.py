@@ -1,16 +1,25 @@
-"""Training itself, on a tiny target's own greedy text, and the target as a teacher."""
+"""Training itself, on a tiny target's own greedy text; the target as a teacher, or its states as they were stored."""
 
+import copy
 import math
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from drafter.data.module import ChatDataModule
+from drafter.data.rows import TokenRows
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
+from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl, write_vllm
+from tests.engine.oracle import assert_lossless
 from tests.targets.zoo import TARGETS, build
-from tests.training.fakes import FakeData, fit, greedy_rows, make_module, make_target, make_trainer, tokens_per_step
+from tests.training.fakes import ANSWER, FakeData, Losses, fit, greedy_rows, make_module, make_target, make_trainer
 
 
 @pytest.mark.parametrize(("precision", "num_steps", "least"), [("32-true", 100, 2.5), ("bf16-mixed", 60, 2)])
@@ -20,7 +29,9 @@ def test_overfits_the_targets_own_text(precision: str, num_steps: int, least: fl
     rows = greedy_rows(target)
     assert len({token for row in rows for token in row[3:]}) > 30
     module = fit(tmp_path, target, num_steps, trainer={"precision": precision})
-    assert tokens_per_step(module, target, rows) > least
+    drafter, tree = copy.deepcopy(module.drafter).eval(), {"beam_width": 2, "draft_length": 3, "tree_size": 7}
+    engine = Engine(target, drafter, EngineConfig(**tree, copying=False))
+    assert assert_lossless(engine, [(row[:3], ANSWER) for row in rows]) > least, "tokens per step"
     assert all(p.dtype == torch.float32 for p in module.parameters())
     assert module.teacher.weight_RD.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
 
@@ -157,3 +168,34 @@ def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
     assert name != "Gemma2" or 29 < wanted_CR.abs().max() <= 30
     teacher = Teacher(target, ids_R, torch.float32)
     torch.testing.assert_close(teacher.logits(hidden_CD), wanted_CR, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
+def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose answers begin far behind the first token. No training asks the target, and a full cache is as good."""
+    made, layers, rows = tiny_target(), (0, 1), [chat(f"a rather long question {i}?", "and " * i) for i in range(20)]
+    with torch.no_grad():
+        made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
+    target = wrap_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
+    settings = {
+        "train": write_jsonl(tmp_path / "train.jsonl", [{"messages": row} for row in rows]),
+        **{"target": save_tiny_target(tmp_path), "val": 0.4, "max_length": 64, "batch_tokens": 200},
+    }
+    plain = ChatDataModule(**settings)
+    plain.setup()
+    both = datasets.concatenate_datasets([rows.dataset for rows in plain.rows.values()])
+    write_vllm(tmp_path / "vllm", TokenRows(both), target, layers)
+    monkeypatch.setattr(Teacher, "forward", lambda *_: pytest.fail("the target was run although its states are there"))
+    losses, cache = [], {"cache_hidden_states": str(tmp_path / "cache")}
+    for source in (cache, cache, {"hidden_states": str(tmp_path / "vllm")}):
+        torch.manual_seed(3)
+        data, seen = ChatDataModule(**settings, **source), Losses()
+        module = make_module(target, data=data, drafter={"context": "fused", "context_layers": layers})
+        trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[seen])
+        trainer.fit(module, datamodule=data)
+        losses.append(seen.seen)
+    own, again, stored = losses
+    assert len(own) > 6 and again == own
+    assert stored == pytest.approx(own, rel=2e-4), "a forward over one row rounds a little otherwise than over many"
+    with pytest.raises(ValueError, match="--data.hidden_states .* is read and --data.cache_hidden_states .* computed"):
+        ChatDataModule(**settings, hidden_states="a", cache_hidden_states="b")

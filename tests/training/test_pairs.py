@@ -47,13 +47,8 @@ def test_worked_example() -> None:
     mask = torch.tensor([[False, False, True, True, True, False]])
     pairs = select_pairs(tokens, mask, torch.arange(V), (1.0, 1.0))
     # (start, depth, teacher, label): the context at 0 and tokens 6, 7 lead to 7 and 8, and so on.
-    assert valid_pairs(pairs) == [
-        Pair(0, 0, 1, 7),
-        Pair(0, 1, 2, 8),
-        Pair(1, 0, 2, 8),
-        Pair(1, 1, 3, 9),
-        Pair(2, 0, 3, 9),
-    ]
+    expected = [(0, 0, 1, 7), (0, 1, 2, 8), (1, 0, 2, 8), (1, 1, 3, 9), (2, 0, 3, 9)]
+    assert valid_pairs(pairs) == [Pair(*numbers) for numbers in expected]
     assert pairs.num_starts == (3, 2) and pairs.start_A.tolist() == [0, 1, 2]
     assert pairs.position_M.tolist() == [1, 2, 3]
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -13,15 +14,17 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from lightning.pytorch.callbacks import timer
+from lightning.pytorch.loggers import CSVLogger
 
-from drafter.cli.main import main
 from drafter.integrations.export import export, model_card
 from drafter.models.checkpoint import drafter_of_checkpoint, read_trained
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
+from drafter.training import run as run_module
 from drafter.training.module import DrafterModule
 from drafter.training.run import _parse, train
+from tests.conftest import Refused
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
 
 NUM_STEPS = 8
@@ -169,17 +172,16 @@ def test_interrupted_and_resumed_gives_the_same_weights(
     assert logged(run, "val/loss") == logged(whole, "val/loss")
 
 
-def test_a_folder_holds_one_training(place: Path, trained: Path, tmp_path: Path, capsys) -> None:
+def test_a_folder_holds_one_training(place: Path, trained: Path, tmp_path: Path, refused: Refused) -> None:
     before = (trained / "checkpoints" / "last.ckpt").read_bytes()
-    assert main(["train", *words(place, trained, "--model.optim.lr", "0.5")]) == 2
-    assert "holds an earlier training: go on with --ckpt_path last" in capsys.readouterr().err
+    refused(["train", *words(place, trained, "--model.optim.lr", "0.5")], "holds an earlier training: go on with")
     assert (trained / "checkpoints" / "last.ckpt").read_bytes() == before
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     with (tmp_path / "run" / ".lock").open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        assert main(["train", *words(place, tmp_path / "run")]) == 2
-    assert "another training runs in" in capsys.readouterr().err and not (tmp_path / "run" / "checkpoints").exists()
+        refused(["train", *words(place, tmp_path / "run")], "another training runs in")
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_minutes_end_a_run_and_its_schedule(place: Path, tmp_path: Path, monkeypatch) -> None:
@@ -242,7 +244,7 @@ def test_the_steps_behind_the_last_validation_are_saved_too(place: Path, tmp_pat
     assert sorted(path.name for path in best.parent.iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
-def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, monkeypatch, capsys) -> None:
+def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, monkeypatch, refused: Refused) -> None:
     """Which is that of the last validation, without a new best."""
     save, folder = torch.save, tmp_path / "run" / "checkpoints"
 
@@ -254,9 +256,7 @@ def test_full_disk_at_a_checkpoint_leaves_the_last_one(place: Path, tmp_path, mo
 
     monkeypatch.setattr(torch, "save", until_full)
     more = ("--model.optim.lr", "1e-30", "--trainer.max_steps", "12")
-    assert main(["train", *words(place, tmp_path / "run", *more)]) != 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]
-    assert "No space left" in line and "the one before it is intact" in line
+    refused(["train", *words(place, tmp_path / "run", *more)], "No space left", "the one before it is intact")
     assert [read_trained(folder / f"{name}.ckpt")["global_step"] for name in ("best", "last")] == [4, 8]
     assert {file.name for file in folder.iterdir()} == {"best.ckpt", "last.ckpt"}
 
@@ -276,7 +276,7 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
         train(words(place, place / "other", *more))
 
 
-def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: Path, tmp_path, capsys) -> None:
+def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: Path, tmp_path, refused) -> None:
     whole = (trained / "checkpoints" / "last.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "pickle.ckpt").write_bytes(pickle.dumps(Path("/")))
@@ -289,9 +289,7 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     torch.save(sound, tmp_path / "step.ckpt")
     for file in sorted(tmp_path.glob("*.ckpt")):
         more = ("--trainer.max_steps", str(NUM_STEPS + 1), "--ckpt_path", str(file))
-        assert main(["train", *words(place, tmp_path / "run", *more)]) == 2
-        error = capsys.readouterr().err
-        assert file.name in error and "Traceback" not in error
+        refused(["train", *words(place, tmp_path / "run", *more)], file.name)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +302,8 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
         (["--model.init_from", "nowhere"], ["nowhere"]),
     ],
 )
-def test_mistakes_are_one_line(more: list[str], fragments: list[str], place: Path, capsys, tmp_path) -> None:
-    assert main(["train", *words(place, tmp_path / "run", *more)]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafter: error:")]
-    assert len(lines) == 1 and all(fragment in lines[0] for fragment in fragments), lines
+def test_mistakes_are_one_line(more: list[str], fragments: list[str], place: Path, refused, tmp_path) -> None:
+    refused(["train", *words(place, tmp_path / "run", *more)], *fragments)
 
 
 def test_export_holds_everything_and_decodes(place: Path, trained: Path, tmp_path) -> None:
@@ -353,3 +349,74 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
         export(checkpoint, exported)
     assert drafter_of_checkpoint(exported).config.vocab_size
     assert sorted(file.name for file in tmp_path.iterdir()) == ["damaged.ckpt", "exported", "mine"]
+
+
+# -- Weights & Biases, without a key: the run's file, read back --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def no_key(place: Path) -> Iterator[None]:
+    """A user who never heard of Weights & Biases."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NETRC", str(place / "netrc"))
+        patch.setenv("WANDB_DATA_DIR", str(place / "staging"))
+        yield
+
+
+def assert_holds(file: Path, *texts: str) -> None:
+    """A run's file holds texts; wandb's own process may still be writing when ``finish`` returns."""
+    deadline = time.monotonic() + 60
+    while missing := [text for text in texts if text.encode() not in file.read_bytes()]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.1)
+
+
+def run_files(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.fixture(scope="module")
+def wandb_run(place: Path, no_key: None) -> Path:
+    """A run of eight steps, logged offline, then continued for four more."""
+    folder = place / "wandb-run"
+    train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests"))
+    more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
+    train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests", *more))
+    return folder
+
+
+def test_metrics_and_config_are_in_the_file(wandb_run: Path) -> None:
+    names = ("train/loss", "train/lr", "train/positions_per_s", "val/loss", "val/top8_d2", "val/tokens_per_step")
+    assert_holds(run_files(wandb_run)[0], *names, "val/accepted_d3", "max_length", "versions")
+    tokens, *accepted = (
+        logged(wandb_run, f"val/{name}") for name in ("tokens_per_step", *(f"accepted_d{d}" for d in (1, 2, 3)))
+    )
+    assert [step for step, _ in tokens] == [3, 7, 11]
+    # An answer's last step may end with an accepted draft token, so the target's own token is not always there.
+    for (_, rate), *shares in zip(tokens, *accepted, strict=True):
+        assert 1 <= rate <= 1 + sum(share for _, share in shares)
+
+
+def test_a_resumed_training_goes_on_in_the_last_run(wandb_run: Path) -> None:
+    first, second = run_files(wandb_run)
+    assert first.name == second.name
+    assert [step for step, _ in logged(wandb_run, "train/loss")] == [1, 3, 5, 7, 9, 11], "as in a run without a stop"
+
+
+@pytest.mark.usefixtures("no_key")
+def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(place: Path, tmp_path: Path, monkeypatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_module, "WandbLogger", lambda **options: made.append(options) or CSVLogger(tmp_path))
+    given = words(place, tmp_path / "run", "--wandb")
+    for has_key, mode in ((True, ""), (False, "disabled"), (False, "")):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setattr("wandb.login", lambda has_key=has_key, **_: has_key)
+        _parse([*given, "tests"])
+    assert [options["mode"] for options in made] == [None, "disabled", "offline"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match="WANDB_MODE=online, but no Weights & Biases key is configured"):
+        _parse([*given, "tests"])
+    with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
+        _parse([*given, "me/mine"])

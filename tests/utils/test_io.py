@@ -164,9 +164,7 @@ def test_what_a_stranger_plants_beside_an_output_is_not_followed(tmp_path: Path)
         assert is_locked is False
 
 
-def test_a_wait_for_a_lock_says_so_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wait_for_a_lock_says_so_and_ends(tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Any reader of a folder may hold its lock."""
     monkeypatch.setattr(io, "_LOCK_NOTICE", 0.0)
     monkeypatch.setattr(io, "_SWAP_SECONDS", 0.1)

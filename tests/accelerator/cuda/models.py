@@ -46,13 +46,7 @@ def target_of(sizes: dict[str, Any]) -> Target:
 
 def drafter_of(target: Target, **shape: Any) -> RecurrentDrafter:
     """A drafter of the target, on its device."""
-    fields = {
-        "head": "tied",
-        "num_res_blocks": 2,
-        "block_rank": 64,
-        "draft_vocab_size": target.vocab_size // 4,
-        **shape,
-    }
-    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **fields)
+    fields = {"head": "tied", "num_res_blocks": 2, "block_rank": 64, "draft_vocab_size": target.vocab_size // 4}
+    config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, **fields | shape)
     # Made on the CPU, as one from a file is: torch draws no numbers on the device while a graph is recorded.
     return RecurrentDrafter(config).eval().to(CUDA, target.dtype).bind(target)

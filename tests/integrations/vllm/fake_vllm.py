@@ -66,14 +66,9 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0+cpu") -> Moc
 def config_of(config: dict[str, Any], target: Any, **changes: Any) -> Any:
     """What vLLM hands to a draft model: the folder's config, and the sizes of the target that it serves."""
     text = target.model.config.get_text_config(decoder=True)
-    sizes = {
-        "hidden_size": target.hidden_size,
-        "total_num_hidden_layers": target.num_layers,
-        "vocab_size": target.vocab_size,
-        "head_size": config["head_dim"],
-        "num_attention_heads": text.num_attention_heads,
-        "num_kv_heads": text.num_key_value_heads,
-    } | changes
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "head_size": config["head_dim"]}
+    heads = {"num_attention_heads": text.num_attention_heads, "num_kv_heads": text.num_key_value_heads}
+    sizes |= {"total_num_hidden_layers": target.num_layers, **heads, **changes}
     fields = {"model": "nowhere", "revision": None, "dtype": torch.float32, "use_mla": False} | changes
     return Mock(
         model_config=Mock(**fields, **{f"get_{name}.return_value": value for name, value in sizes.items()}),

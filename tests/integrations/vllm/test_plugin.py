@@ -24,23 +24,18 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamDrafting, BeamProposer
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
-from tests.data.engine_files import states_before_norm
+from tests.data.tiny import states_before_norm
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
 export_vllm = partial(export, format="vllm")
+FUSED = {"context": "fused", "context_layers": (1, 0, 2)}
 FORMS: dict[str, dict[str, Any]] = {
     "as published": {"head": "full"},
     "low rank, scaled": {"head": "full", "block_rank": 5, "hidden_scale": 0.4, "embedding_scale": 3.0},
     "reduced": {"head": "full", "draft_vocab_size": VOCAB - 7},
     "tied, whole": {"head": "tied", "hidden_scale": 0.7},
-    "tied, reduced, fused": {
-        "head": "tied",
-        "draft_vocab_size": VOCAB - 7,
-        "context": "fused",
-        "context_layers": (1, 0, 2),
-        "hidden_scale": 0.5,
-    },
+    "tied, reduced, fused": {"head": "tied", "draft_vocab_size": VOCAB - 7, "hidden_scale": 0.5, **FUSED},
 }
 
 
@@ -126,9 +121,7 @@ class Cache:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("form", ["low rank, scaled", "reduced", "tied, reduced, fused"])
-def test_chains_with_copies_are_those_of_our_beam_search(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_with_copies_are_those_of_our_beam_search(form: str, tmp_path: Path, monkeypatch) -> None:
     """Two rows: chunks of a prompt, a step whose drafts were rejected, padding; texts that repeat themselves."""
     torch.manual_seed(3)
     target = tiny_target()
@@ -235,9 +228,7 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
         served(monkeypatch, folder, target)
 
 
-def test_the_output_matrix_is_compared_in_any_layout_of_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_matrix_is_compared_in_any_layout_of_a_model(tmp_path: Path, monkeypatch) -> None:
     target, other = tiny_target(), tiny_target(seed=5)
     folder = export_vllm(drafter_for(target), tmp_path / "out", target=target)
     one = tmp_path / "one"  # tied: the embeddings are the output matrix
@@ -252,9 +243,7 @@ def test_the_output_matrix_is_compared_in_any_layout_of_a_model(
     assert served(monkeypatch, folder, target, model=str(one)), "no plain numbers: not compared"
 
 
-def test_register_is_safe_to_repeat_and_warns_of_untested_versions(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_register_is_safe_to_repeat_and_warns_of_untested_versions(monkeypatch, caplog) -> None:
     assert "vllm" not in sys.modules, "the package does without vLLM"
     registry = fake_vllm.install(monkeypatch)
     with caplog.at_level(logging.WARNING):

@@ -57,9 +57,7 @@ def write_gguf(file: Path, tensors: Mapping[str, tuple[str, np.ndarray]], kind: 
 
 
 @pytest.mark.parametrize("kind", native.FORMATS)
-def test_a_gguf_file_has_the_numbers_of_the_gguf_package_and_transformers_order_of_rows(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_gguf_file_has_the_numbers_of_the_gguf_package_and_transformers_order_of_rows(kind: str, tmp_path) -> None:
     heads, key_heads = 6, 2
     drawn = {part: stored_rows(kind, outputs, 512, outputs) for part, outputs in (("q", 48), ("k", 16), ("v", 17))}
     bias = np.random.default_rng(0).standard_normal(48).astype(np.float32)
