@@ -285,15 +285,16 @@ def forward(
     """The decoder: float32 hidden states [B, T, D] after the last norm, and states of listed layers, each [B, T, D].
 
     0 is the embeddings, i the state after layer i; the last layer's state is the one after the last norm. Keys and
-    values go to the tokens' slots. States of tokens in the spare slot are 0.
+    values go to the tokens' slots, of which no position is larger. States of tokens in the spare slot are 0.
     """
     hidden_BTD = torch.zeros_like(embedding_BTD)
     state_ABTD = torch.zeros(len(state_layers), *embedding_BTD.shape)
     layers = (_int * len(state_layers))(*state_layers)
-    _library().forward(
+    is_done = _library().forward(
         ctypes.byref(model), ctypes.byref(cache), ctypes.byref(tokens), _address(embedding_BTD.data_ptr()),
         _address(hidden_BTD.data_ptr()), len(state_layers), layers, _address(state_ABTD.data_ptr()),
     )  # fmt: skip
+    assert is_done, "a row or a slot is none of the cache, or a position is larger than its slot"
     return hidden_BTD, list(state_ABTD)
 
 
@@ -301,10 +302,11 @@ def move_slots(model: Model, cache: Cache, source_BL: Tensor, destination_BL: Te
     """Copy slots within rows 0 .. B-1 of all layers; all sources of a row are read before anything is written."""
     num_rows, number = source_BL.shape
     source_BL, destination_BL = source_BL.contiguous(), destination_BL.contiguous()
-    _library().move_slots(
+    is_done = _library().move_slots(
         ctypes.byref(model), ctypes.byref(cache), num_rows, number,
         _address(source_BL.data_ptr()), _address(destination_BL.data_ptr()),
     )  # fmt: skip
+    assert is_done, "a row or a slot is none of the cache"
 
 
 def _library() -> ctypes.CDLL:

@@ -76,7 +76,8 @@ class NativeSearch:
     def __call__(self, rows: RowState, noise: Noise | None) -> NodeList:
         """See :meth:`drafter.decoding.proposer.Proposer.draft`."""
         num_rows = len(rows.root_B)
-        hidden_BD = self._drafter.fuse(rows.context_BC).float().contiguous()
+        is_fused = self._drafter.fuse_context is not None  # a module's dtype costs a walk over its parts
+        hidden_BD = (self._drafter.fuse(rows.context_BC) if is_fused else rows.context_BC).float().contiguous()
         root_B, position_B = rows.root_B.contiguous(), rows.length_B.contiguous()
         history_BS = rows.history_BS[:, : rows.num_visible].contiguous()
         num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best

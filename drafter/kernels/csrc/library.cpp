@@ -181,6 +181,13 @@ static void ask_for_huge_pages(void* start, int64_t bytes) {
 #endif
 }
 
+// Whether rows and slots are those of the cache: the step reads and writes where it is told.
+static bool are_slots(const Cache& c, int64_t first_row, int num_rows, const int64_t* slot, long num) {
+  bool are = first_row >= 0 && first_row + num_rows <= c.num_rows;
+  for (long i = 0; i < num; i++) are = are && slot[i] >= 0 && slot[i] <= c.spare_slot;
+  return are;
+}
+
 extern "C" {
 const char* instructions() { return chosen->name; }
 int use_instructions(const char* name) {
@@ -197,9 +204,13 @@ void pack(int format, int source, int outputs, int inputs, const void* const* ro
 }
 void unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) { chosen->kernels->unpack_rows(*m, num, row, out); }
 void multiply(const Matrix* m, int num_rows, const float* x, float* y) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->multiply(*m, num_rows, x, y); }
-void forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states, const int32_t* layers, float* states) {
+int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states, const int32_t* layers, float* states) {
+  const long num = (long)t->num_rows * t->num_tokens;
+  if (!are_slots(*c, t->first_row, t->num_rows, t->slot, num)) return 0;
+  for (long i = 0; i < num; i++) if (t->position[i] > t->slot[i] && t->slot[i] != c->spare_slot) return 0;
   std::lock_guard<std::mutex> lock(mutex);
   chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
+  return 1;
 }
 void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
 void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
@@ -219,7 +230,9 @@ void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t*
   for (long b = 0; b < B; b++)
     accept_row(N, L, {token + b * N, parent + b * N, nullptr, is_node + b * N}, pick + b * N, path + b * (L + 1), num_accepted + b, bonus + b);
 }
-void move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
+int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
+  const long all = (long)num_rows * num;
+  if (!are_slots(*c, 0, num_rows, source, all) || !are_slots(*c, 0, num_rows, destination, all)) return 0;
   const long dim = m->head_dim, wide = (dim + 15) / 16 * 16;
   float* held = (float*)malloc(4 * num * (dim + wide));
   for (int b = 0; b < num_rows; b++) {
@@ -238,5 +251,6 @@ void move_slots(const Model* m, const Cache* c, int num_rows, int num, const int
     }
   }
   free(held);
+  return 1;
 }
 }

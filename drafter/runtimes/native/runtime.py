@@ -52,14 +52,7 @@ class NativeCache:
         self.native = native.Cache(num_rows, slots, num_slots, self._keys.data_ptr(), self._values.data_ptr())
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
-        self.check(source_BL, 0)
-        self.check(destination_BL, 0)
         native.move_slots(self._model, self.native, source_BL, destination_BL)
-
-    def check(self, slot_BX: Tensor, first_row: int) -> None:
-        """The native step reads and writes where it is told."""
-        assert 0 <= first_row <= self.num_rows - len(slot_BX), (first_row, slot_BX.shape, self.num_rows)
-        assert not slot_BX.numel() or 0 <= slot_BX.min() <= slot_BX.max() <= self.spare_slot, "no slot of the cache"
 
     def copy_row(self, source: int, destination: int, num_slots: int) -> None:
         """Copy the first ``num_slots`` slots of a row, rounded up to a block of slots that nobody sees."""
@@ -307,9 +300,6 @@ class NativeRuntime:
         context_layers: Sequence[int] = (),
     ) -> TargetOutput:
         """The forward of this model, or of its first layers, over embeddings."""
-        cache.check(slots.slot_BT, slots.first_row)
-        is_padding_BT = slots.slot_BT == cache.spare_slot
-        assert ((slots.position_BT <= slots.slot_BT) | is_padding_BT).all(), "a position behind its slot"
         slot_BT, position_BT = slots.slot_BT.contiguous(), slots.position_BT.contiguous()
         ancestor_BTT = None if slots.ancestor_BTT is None else slots.ancestor_BTT.contiguous()
         tokens = native.Tokens(
