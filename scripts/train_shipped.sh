@@ -5,8 +5,8 @@
 # round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
 # tokens per step are measured: acceptance-ROUND.jsonl are the curve. The last copy goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
-# START: a drafter whose weights the first round goes on from (default: new weights). FIRST: number of the first round
-# (default: 1), which decides its prompts: on another machine, go on with numbers that were not used.
+# START: a drafter, whose weights the first round goes on from (default: new weights). FIRST: number of the first round
+# (default: 1). The number of a round decides its prompts: on another machine, give numbers that were not used.
 # WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 3 GB. OUT: folder of the drafter.
 # EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
 # conversations for each round, 1.jsonl.gz ..., to learn beside the answers (default: none).
@@ -19,6 +19,10 @@ for number in "$rounds" "$first"; do
     fi
 done
 cd "$(dirname "$0")/.."
+if [ -n "$start" ] && [ ! -e "$start" ]; then
+    echo "START is '$start', but there is no such drafter" >&2
+    exit 2
+fi
 . scripts/venv.sh
 use_venv
 

@@ -186,6 +186,7 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
     Returns:
         The format's number, and the blocks as bytes.
     """
+    assert target in (None, source, *FORMATS[:3], "Q8_0"), f"{source} is not packed as {target}"
     number, given = FORMATS.index(target or source), FORMATS.index(source)
     lib = _library()
     blocks = torch.empty(int(lib.block_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)

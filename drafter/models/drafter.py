@@ -91,7 +91,7 @@ class RecurrentDrafter(nn.Module):
         self.draft_token_ids_R: Tensor
         # Of the target, for a tied head: set by `bind`, and not in the state dict.
         self.output_rows_RD: Tensor | None = None
-        self._bound: tuple[Any, torch.device, torch.dtype] | None = None  # a weak reference to their target, and where
+        self._bound: tuple[weakref.ref[Any], Tensor] | None = None  # their target and their token ids
         self._packed_rows: PackedMatrix | Int8Matrix | None = None
         self.is_packed = False
         self._init_weights()
@@ -197,14 +197,20 @@ class RecurrentDrafter(nn.Module):
             ValueError: another target than the one the drafter was trained for; both are named.
         """
         check_target(self.config, target)
-        bound = weakref.ref(target), self.device, self.dtype
-        if self.config.head == "tied" and self._bound != bound:
-            self._bound = bound
+        if self.config.head == "tied" and not self._is_bound(target):
+            self._bound = weakref.ref(target), self.draft_token_ids_R.clone()
             is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
             rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
             self._pack_rows()
         return self
+
+    def _is_bound(self, target: Any) -> bool:
+        """Whether the output rows are this target's, for the present draft vocabulary, device and dtype."""
+        rows_RD, bound = self.output_rows_RD, self._bound
+        if rows_RD is None or bound is None or (rows_RD.device, rows_RD.dtype) != (self.device, self.dtype):
+            return False
+        return bound[0]() is target and torch.equal(bound[1], self.draft_token_ids_R)
 
     def pack(self) -> Self:
         """Pack the weights for the CPU's kernels (:mod:`drafter.kernels.packed`), for decoding only.

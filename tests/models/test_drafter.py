@@ -120,6 +120,9 @@ def test_bound_rows_stay_out_of_the_state_dict() -> None:
     target = FakeTarget()
     assert whole.bind(target).output_rows().data_ptr() == target.output_weight_VD.data_ptr()
     assert copy.deepcopy(drafter).to(torch.bfloat16).bind(target).output_rows().dtype == torch.bfloat16
+    drafter.bind(target).draft_token_ids_R.copy_(torch.arange(R))  # as a checkpoint that is loaded does
+    assert torch.equal(drafter.bind(target).output_rows(), target.output_weight_VD[:R]), "another vocabulary"
+    assert drafter.bind(target).output_rows() is drafter.bind(target).output_rows(), "taken once"
 
 
 def test_autocast_computes_in_bfloat16() -> None:

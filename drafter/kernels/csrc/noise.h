@@ -85,7 +85,7 @@ static void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed,
     }
   });
 }
-template <class W> INLINE void each_above(const float* y, int64_t num, float least, W take) {  // take(i) where y[i] >= least
+template <class W> INLINE void each_above(const float* y, int64_t num, const float& least, W take) {  // take(i), which may raise `least`, where y[i] >= least
   constexpr int STRIDE = 8 * LANES;
   for (int64_t i = 0; i < num; i += STRIDE) {
     const int64_t end = lesser(num, i + STRIDE);

@@ -8,21 +8,12 @@ struct Best { float value[MOST_BEAMS]; int index[MOST_BEAMS]; };
 // The W largest of R numbers, the largest first; places without a number stay -inf. A number that is none is never among them.
 static void find_best(const float* v, int R, int W, Best& best) {
   for (int w = 0; w < W; w++) { best.value[w] = -INFINITY; best.index[w] = 0; }
-  constexpr int STRIDE = 8 * LANES;
-  for (int i = 0; i < R; i += STRIDE) {
-    const int end = lesser(R, i + STRIDE);
-    if (end - i == STRIDE) {
-      F most = load(v + i);
-      UNROLL for (int j = LANES; j < STRIDE; j += LANES) most = greater(most, load(v + i + j));
-      if (!(largest(most) > best.value[W - 1])) continue;
-    }
-    for (int k = i; k < end; k++) {
-      if (!(v[k] > best.value[W - 1])) continue;
-      int p = W - 1;
-      for (; p > 0 && best.value[p - 1] < v[k]; p--) { best.value[p] = best.value[p - 1]; best.index[p] = best.index[p - 1]; }
-      best.value[p] = v[k]; best.index[p] = k;
-    }
-  }
+  each_above(v, R, best.value[W - 1], [&](int64_t k) {
+    if (!(v[k] > best.value[W - 1])) return;
+    int p = W - 1;
+    for (; p > 0 && best.value[p - 1] < v[k]; p--) { best.value[p] = best.value[p - 1]; best.index[p] = best.index[p - 1]; }
+    best.value[p] = v[k]; best.index[p] = (int)k;
+  });
 }
 static float log_sum(const float* v, int R) {  // of exponentials
   F most = all(-INFINITY), total{}; int i = 0;
