@@ -68,6 +68,11 @@ class ResBlock(nn.Module):
         return x_XE + F.silu(self.linear(narrow))
 
 
+def _unbind(drafter: "RecurrentDrafter", _: Any) -> None:
+    """The output rows of a drafter that has loaded other weights may be those of another draft vocabulary."""
+    drafter._bound = None
+
+
 class RecurrentDrafter(nn.Module):
     """The drafter; see the module's text for its mathematics.
 
@@ -91,7 +96,8 @@ class RecurrentDrafter(nn.Module):
         self.draft_token_ids_R: Tensor
         # Of the target, for a tied head: set by `bind`, and not in the state dict.
         self.output_rows_RD: Tensor | None = None
-        self._bound: tuple[weakref.ref[Any], Tensor] | None = None  # their target and their token ids
+        self._bound: weakref.ref[Any] | None = None  # their target; None again where the draft vocabulary has changed
+        self.register_load_state_dict_post_hook(_unbind)
         self._packed_rows: PackedMatrix | Int8Matrix | None = None
         self.is_packed = False
         self._init_weights()
@@ -198,7 +204,7 @@ class RecurrentDrafter(nn.Module):
         """
         check_target(self.config, target)
         if self.config.head == "tied" and not self._is_bound(target):
-            self._bound = weakref.ref(target), self.draft_token_ids_R.clone()
+            self._bound = weakref.ref(target)
             is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
             rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
@@ -207,10 +213,10 @@ class RecurrentDrafter(nn.Module):
 
     def _is_bound(self, target: Any) -> bool:
         """Whether the output rows are this target's, for the present draft vocabulary, device and dtype."""
-        rows_RD, bound = self.output_rows_RD, self._bound
-        if rows_RD is None or bound is None or (rows_RD.device, rows_RD.dtype) != (self.device, self.dtype):
+        rows_RD = self.output_rows_RD
+        if rows_RD is None or self._bound is None or self._bound() is not target:
             return False
-        return bound[0]() is target and torch.equal(bound[1], self.draft_token_ids_R)
+        return (rows_RD.device, rows_RD.dtype) == (self.device, self.dtype)
 
     def pack(self) -> Self:
         """Pack the weights for the CPU's kernels (:mod:`drafter.kernels.packed`), for decoding only.
@@ -238,6 +244,7 @@ class RecurrentDrafter(nn.Module):
         """Set the draft vocabulary: int64 [R] target token ids, ascending, each once."""
         assert token_ids_R.shape == self.draft_token_ids_R.shape and bool((token_ids_R.diff() > 0).all())
         self.draft_token_ids_R.copy_(token_ids_R)
+        self._bound = None
         return self
 
     @property

@@ -120,8 +120,13 @@ def test_bound_rows_stay_out_of_the_state_dict() -> None:
     target = FakeTarget()
     assert whole.bind(target).output_rows().data_ptr() == target.output_weight_VD.data_ptr()
     assert copy.deepcopy(drafter).to(torch.bfloat16).bind(target).output_rows().dtype == torch.bfloat16
-    drafter.bind(target).draft_token_ids_R.copy_(torch.arange(R))  # as a checkpoint that is loaded does
-    assert torch.equal(drafter.bind(target).output_rows(), target.output_weight_VD[:R]), "another vocabulary"
+    for change in (
+        lambda ids_R: drafter.load_state_dict(drafter.state_dict() | {"draft_token_ids_R": ids_R}),
+        lambda ids_R: drafter.set_draft_token_ids(ids_R),
+    ):
+        for ids_R in (torch.arange(R), torch.arange(R) + 1):
+            change(ids_R)
+            assert torch.equal(drafter.bind(target).output_rows(), target.output_weight_VD[ids_R]), "another vocabulary"
     assert drafter.bind(target).output_rows() is drafter.bind(target).output_rows(), "taken once"
 
 
