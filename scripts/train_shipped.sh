@@ -88,7 +88,7 @@ import json, sys
 from pathlib import Path
 
 work, first, last, start = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-begin = f"from the weights of `{start}`" if start else "from new weights"
+begin = f"from the weights of `{Path(start).name}`" if start else "from new weights"
 print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts alone. The last fall began at the weights of all rounds.\n")
 print("| stage | core-hours and result |\n|---|---|")
 for line in (work / "log").read_text().splitlines():
