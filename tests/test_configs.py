@@ -74,7 +74,7 @@ def test_configs_of_the_package_have_short_names() -> None:
 @pytest.mark.parametrize("name", ablations.VARIANTS)
 def test_variant_of_the_ablations_is_accepted(name: str) -> None:
     settings = ablations.BASE | ablations.VARIANTS[name]
-    Parsed(["--model.target", "t", "--data.train", "x.jsonl", *ablations.words_of(settings)])
+    Parsed([*ablations.words_of(settings), "--data.train", "x.jsonl"])
 
 
 def test_all_files_of_one_target_name_the_same_target() -> None:

@@ -197,7 +197,6 @@ def _recipe(options: AdaptOptions, work: Path, longest: int) -> dict[str, Any]:
             "target": options.target,
             "revision": options.revision,
             "trust_remote_code": options.trust_remote_code,
-            "target_dtype": "bfloat16",
             "init_from": options.drafter,
             "drafter": {item.name: getattr(config, item.name) for item in fields(DrafterOptions)},
             "objective": {"depth_rates": rates, "shared_tokens": 2048 if config.head == "tied" else 0},
@@ -212,7 +211,6 @@ def _recipe(options: AdaptOptions, work: Path, longest: int) -> dict[str, Any]:
         },
         "trainer": {
             "max_epochs": _EPOCHS,
-            "precision": "bf16-mixed",
             "gradient_clip_val": 1.0,
             "num_sanity_val_steps": 0,
             "default_root_dir": str(work),

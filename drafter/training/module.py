@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
-from drafter.runtimes.loading import load_target
+from drafter.runtimes.loading import load_for_training
 from drafter.targets.slots import TargetOutput
 from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
@@ -104,7 +104,7 @@ class DrafterModule(LightningModule):
         Args:
             data: the rows, which give draft vocabulary, scales and hidden states.
             target: alias, hub id, folder or .gguf file.
-            target_dtype: float32, bfloat16, float16, or auto (bfloat16 on CUDA, float32 on CPU).
+            target_dtype: float32, bfloat16, float16, or auto (bfloat16; float32 on a CPU without instructions for it).
             quantization: int8 or int4 rounds the target's weights after loading; none.
             revision: hub revision of the target.
             trust_remote_code: run code of a hub model.
@@ -120,8 +120,8 @@ class DrafterModule(LightningModule):
         self._init_from, self._is_sharded = init_from, shard_target
         # Who has a target already puts it in the place of this function.
         self.load_target: Callable[..., Target] = partial(
-            load_target, target, runtime="torch", is_trainable=True, dtype=target_dtype, quantization=quantization,
-            revision=revision, trust_remote_code=trust_remote_code,
+            load_for_training, target, dtype=target_dtype, quantization=quantization, revision=revision,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self._rates = objective.rates(drafter.draft_length)
         self._seed = torch.initial_seed()

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from drafter.data.module import ChatDataModule
 from drafter.models.checkpoint import read_trained
+from drafter.runtimes.loading import resolve_device, training_dtype
 from drafter.training.callbacks import SaveWhenStopped, TokensPerStep, WholeCheckpointIO, last_checkpoint
 from drafter.training.module import DrafterModule
 from drafter.utils.io import first_line, locked, recover
@@ -64,10 +65,13 @@ class TrainCLI(LightningCLI):
             parser.link_arguments(f"model.{name}", f"data.{name}")
 
     def before_instantiate_classes(self) -> None:
-        """Put everything of a run into one folder: ``trainer.default_root_dir``."""
+        """Put everything of a run into one folder, ``trainer.default_root_dir``; choose the fastest precision."""
         config: Any = self.config
         root = config.trainer.default_root_dir or _DEFAULT_FOLDER
         config.trainer.default_root_dir = root
+        if config.trainer.precision is None:
+            device = resolve_device("cpu" if config.trainer.accelerator == "cpu" else "auto")
+            config.trainer.precision = "bf16-mixed" if training_dtype(device) == "bfloat16" else "32-true"
         if str(config.checkpoint.monitor).startswith(DrafterModule.rising + TokensPerStep.rising):
             config.checkpoint.mode = "max"
         if config.checkpoint.dirpath is None:

@@ -115,6 +115,15 @@ def test_the_bar_seldom_asks_for_the_loss(place: Path) -> None:
     assert type(_parse(words(place, place / "bar", *own)).trainer.progress_bar_callback).__name__ == "RichProgressBar"
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "32-true"), ("bfloat16", "bf16-mixed")])
+def test_a_run_takes_the_fastest_precision(
+    dtype: str, precision: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "training_dtype", lambda device: dtype)
+    assert _parse(words(place, place / "fast")).trainer.precision == precision
+    assert _parse(words(place, place / "fast", "--trainer.precision", "32-true")).trainer.precision == "32-true"
+
+
 def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--trainer.max_steps", "99", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")
     train(words(place, place / "short", *more))
