@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Tokens per step of drafters on the same prompts, with the standard error of each difference from the first drafter.
+"""Tokens per step of drafters on the same prompts, and the difference from the first drafter, with standard errors.
 
     scripts/acceptance.py --prompts mtbench.jsonl drafter/assets/smollm2-135m runs/new/checkpoints/last.ckpt
 
-Answers are greedy. The error of a difference is that of a ratio of sums over prompts, paired prompt by prompt. Rows of
-JSON go to --results.
+Answers are greedy. The prompts are the sample: the error of a figure tells how far other prompts would move the figure,
+the error of a difference is paired prompt by prompt. Rows of JSON go to --results.
 
 Shapes: A answers.
 """
@@ -31,7 +31,7 @@ def main() -> None:
     target = load_target(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
     prompts = read_prompt_set(args.prompts).take(args.num_prompts).encode(target)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
-    first: dict[str, tuple[Tensor, Tensor]] = {}
+    first: dict[str, tuple[float, Tensor]] = {}
     for name in args.drafters:
         drafter: Any = drafter_of_checkpoint(name).to(target.device, target.dtype).bind(target)
         for tree, copying in product(args.tree, args.copying):
@@ -40,9 +40,11 @@ def main() -> None:
             plan = Plan.of("drafter", copying=copying == "on", max_num_seqs=args.batch_size, **sizes)
             answers = Engine(target, drafter, plan).generate(prompts, params)
             counts = torch.tensor([(len(each.token_ids), each.num_target_forwards) for each in answers]).double()
-            rate, gap, error = compare(*counts.T, *first.setdefault(tree, tuple(counts.T)))
+            rate, share_A = ratio(*counts.T)
+            base, base_share_A = first.setdefault(tree, (rate, share_A))
             row = {"drafter": name, "copying": copying, **sizes}
-            row |= {"tokens_per_step": round(rate, 3), "difference": round(gap, 3), "error": round(error, 3)}
+            row |= {"tokens_per_step": round(rate, 3), "standard_error": round(float(share_A.norm()), 3)}
+            row |= {"difference": round(rate - base, 3), "error": round(float((share_A - base_share_A).norm()), 3)}
             row |= {"prompts": Path(args.prompts).name, "num_prompts": len(answers)}
             row |= {key: getattr(args, key) for key in ("max_new_tokens", "dtype", "quantization")}
             print(json.dumps(row), flush=True)
@@ -67,16 +69,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(
-    tokens_A: Tensor, steps_A: Tensor, base_tokens_A: Tensor, base_steps_A: Tensor
-) -> tuple[float, float, float]:
-    """Tokens per step, the difference from the base, and the standard error of the difference.
-
-    Linearised: each prompt's share in the error of a ratio of sums is (tokens - ratio * steps) / sum of steps.
-    """
-    rate, base = (float(a.sum() / b.sum()) for a, b in ((tokens_A, steps_A), (base_tokens_A, base_steps_A)))
-    share_A = (tokens_A - rate * steps_A) / steps_A.sum() - (base_tokens_A - base * base_steps_A) / base_steps_A.sum()
-    return rate, rate - base, float(share_A.square().sum().sqrt())
+def ratio(tokens_A: Tensor, steps_A: Tensor) -> tuple[float, Tensor]:
+    """Tokens per step, and each answer's share in its error, linearised: (tokens - ratio * steps) / sum of steps."""
+    rate = float(tokens_A.sum() / steps_A.sum())
+    return rate, (tokens_A - rate * steps_A) / steps_A.sum()
 
 
 if __name__ == "__main__":

@@ -95,12 +95,13 @@ for line in (work / "log").read_text().splitlines():
     name, _, result = line.partition(": ")
     if not name.startswith("measure"):
         print(f"| {name} | {result} |")
-print("\n## How good it is\n\nGreedy, float32, tokens per step, after the rounds named, with and without copies from the text:\n")
+print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
 for number in range(first, last + 1):
     file = work / f"acceptance-{number}.jsonl"
     for row in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
-        cells = [row[name] for name in ("beam_width", "draft_length", "tree_size", "copying", "tokens_per_step")]
+        cells = [row[name] for name in ("beam_width", "draft_length", "tree_size", "copying")]
         prompts = f"{row['num_prompts']} of {row['prompts']} x {row['max_new_tokens']}"
+        cells.append(f"{row['tokens_per_step']} ± {row['standard_error']}")
         print("|", *(f"{cell} |" for cell in (number, prompts, *cells)))
 CARD
