@@ -5,8 +5,9 @@
 # round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
 # tokens per step are measured: acceptance-ROUND.jsonl are the curve. The last copy goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
-# START: a drafter, whose weights the first round goes on from (default: new weights). FIRST: number of the first round
-# (default: 1). The number of a round decides its prompts: on another machine, give numbers that were not used.
+# START: a drafter, whose weights the first round goes on from (default: new weights); OUT is then the mean of START's
+# weights and the last copy's. FIRST: number of the first round (default: 1). The number of a round decides its prompts:
+# on another machine, give numbers that were not used.
 # WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 3 GB. OUT: folder of the drafter.
 # EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
 # conversations for each round, 1.jsonl.gz ..., to learn beside the answers (default: none).
@@ -55,12 +56,12 @@ learn() {
         "$work/$name/drafter/run.json"
 }
 
-# Tokens per step of a round's fallen copy: a file of rows, written anew after an interruption.
-#   measure ROUND COPYING..
+# Tokens per step of a drafter after a round: a file of rows, written anew after an interruption.
+#   measure ROUND DRAFTER COPYING..
 measure() {
     rm -f "$work/acceptance-$1.jsonl"
-    python scripts/acceptance.py "$work/fall-$1/drafter" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" \
-        "W28 L5 N64" --copying "${@:2}" --results "$work/acceptance-$1.jsonl"
+    python scripts/acceptance.py "$2" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" \
+        "W28 L5 N64" --copying "${@:3}" --results "$work/acceptance-$1.jsonl"
 }
 
 last=$((first + rounds - 1))
@@ -75,21 +76,32 @@ for round in $(seq "$first" "$last"); do
     if ((round == last || (done & (done - 1)) == 0)); then
         stage "fall-$round" learn "fall-$round" "$round" "$start" --trainer.max_epochs 2 --model.optim.decay_share 1 \
             --model.optim.warmup_steps 0
-        copying=off
-        if ((round == last)); then copying="off on"; fi
-        stage "measure-$round" measure "$round" $copying
+        measured="$work/fall-$round/drafter" copying=off
+        if ((round == last)); then
+            copying="off on"
+            if [ -n "${START:-}" ]; then
+                stage "mean-$round" python scripts/average.py "$START" "$measured" --out "$work/mean-$round"
+                measured="$work/mean-$round"
+            fi
+        fi
+        stage "measure-$round" measure "$round" "$measured" $copying
     fi
     rm -rf "$work/states-$round"
 done
 
-drafter export "$work/fall-$last/checkpoints/last.ckpt" --out "$out"
+if [ -n "${START:-}" ]; then
+    python scripts/average.py "$work/mean-$last" --out "$out"
+else
+    drafter export "$work/fall-$last/checkpoints/last.ckpt" --out "$out"
+fi
 python - "$work" "$first" "$last" "${START:-}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
 
 work, first, last, start = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 begin = f"from the weights of `{Path(start).name}`" if start else "from new weights"
-print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts alone. The last fall began at the weights of all rounds.\n")
+end = " The weights are the mean of those at the beginning and at the end." if start else ""
+print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts alone. The last fall began at the weights of all rounds.{end}\n")
 print("| stage | core-hours and result |\n|---|---|")
 for line in (work / "log").read_text().splitlines():
     name, _, result = line.partition(": ")

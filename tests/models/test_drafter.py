@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.utils.fingerprint import same_fingerprint
+from scripts.average import mean_of
 from tests.models.fakes import SKETCH, D, FakeTarget, R, V, make_drafter
 
 SHAPES = [
@@ -137,3 +138,16 @@ def test_autocast_computes_in_bfloat16() -> None:
         state = drafter.step(drafter.init_state(context), embedding[:, 0])
         features = drafter.features(drafter.fuse(context), state)
     assert state.dtype == features.dtype == torch.bfloat16
+
+
+def test_the_mean_of_drafters_is_that_of_their_weights() -> None:
+    one, other = make_drafter(), make_drafter()
+    torch.nn.init.normal_(other.cell.u.weight)
+    wanted = (one.cell.u.weight + other.cell.u.weight) / 2
+    mean = mean_of([copy.deepcopy(one), other])
+    torch.testing.assert_close(mean.cell.u.weight, wanted)
+    assert torch.equal(mean.head.weight, one.head.weight), "the same in both"
+    with pytest.raises(ValueError, match="num_res_blocks 3, but this run asks for 2"):
+        mean_of([one, make_drafter(num_res_blocks=3)])
+    with pytest.raises(ValueError, match="different constants or draft vocabularies"):
+        mean_of([one, make_drafter().set_draft_token_ids(torch.arange(R))])
