@@ -105,7 +105,7 @@ print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {l
 print("| stage | core-hours and result |\n|---|---|")
 for line in (work / "log").read_text().splitlines():
     name, _, result = line.partition(": ")
-    if not name.startswith("measure"):
+    if not name.startswith(("mean", "measure")):
         print(f"| {name} | {result} |")
 print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
