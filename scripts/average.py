@@ -3,8 +3,8 @@
 
     scripts/average.py drafter/assets/smollm2-135m runs/new/checkpoints/last.ckpt --out my-drafter
 
-The mean of a drafter and of what a further training made of it drafts better than both, on new text and on old
-(docs/notebook.md). Source: arXiv 2109.01903, which averages the weights before and after a fine-tuning.
+The mean of the weights before and after a further training keeps most of what the training brought on its own kind of
+text, and drafted other text better than both (docs/notebook.md). Source: arXiv 2109.01903.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from drafter.integrations.export import export
 from drafter.models.checkpoint import drafter_of_checkpoint
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training.build import expect_same_shape
+from drafter.utils.io import first_line
 
 
 def main() -> None:
@@ -23,8 +24,11 @@ def main() -> None:
     parser.add_argument("drafters", nargs="+", help="exported folders or checkpoints")
     parser.add_argument("--out", type=Path, required=True, help="folder of the mean")
     args = parser.parse_args()
-    drafters = [drafter_of_checkpoint(name).float() for name in args.drafters]
-    export(mean_of(drafters), args.out, facts={"mean_of": args.drafters})
+    try:
+        drafters = [drafter_of_checkpoint(name).float() for name in args.drafters]
+        export(mean_of(drafters), args.out, facts={"mean_of": args.drafters})
+    except (OSError, ValueError) as error:
+        parser.error(first_line(error))
     print(f"the mean of {len(drafters)} drafters is in {args.out}")
 
 
