@@ -34,16 +34,21 @@ def main() -> None:
 
 @torch.no_grad()
 def mean_of(drafters: list[RecurrentDrafter]) -> RecurrentDrafter:
-    """The first drafter with the mean of all weights; ValueError for other shapes, constants or draft vocabularies."""
-    first = drafters[0]
-    for other in drafters[1:]:
-        expect_same_shape(first.config, other.config.to_dict())
-        scales = [(each.config.hidden_scale, each.config.embedding_scale) for each in (first, other)]
-        if scales[0] != scales[1] or not torch.equal(first.draft_token_ids_R, other.draft_token_ids_R):
-            raise ValueError("the drafters have different constants or draft vocabularies")
-    for name, weight in first.named_parameters():
+    """The last drafter with the mean of all weights; ValueError for other shapes or constants, or other draft
+    vocabularies where the heads are not tied and so have weights of tokens."""
+    last = drafters[-1]
+    is_tied = last.config.head == "tied"
+    for other in drafters[:-1]:
+        sizes = {"draft_vocab_size": last.config.draft_vocab_size} if is_tied else {}
+        expect_same_shape(last.config, other.config.to_dict() | sizes)
+        scales = [(each.config.hidden_scale, each.config.embedding_scale) for each in (last, other)]
+        if scales[0] != scales[1]:
+            raise ValueError("the drafters have different constants")
+        if not (is_tied or torch.equal(last.draft_token_ids_R, other.draft_token_ids_R)):
+            raise ValueError("the drafters have different draft vocabularies, and their heads are not tied")
+    for name, weight in last.named_parameters():
         weight.copy_(torch.stack([each.get_parameter(name) for each in drafters]).mean(dim=0))
-    return first
+    return last
 
 
 if __name__ == "__main__":

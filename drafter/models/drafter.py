@@ -241,9 +241,12 @@ class RecurrentDrafter(nn.Module):
         return self
 
     def set_draft_token_ids(self, token_ids_R: Tensor) -> Self:
-        """Set the draft vocabulary: int64 [R] target token ids, ascending, each once."""
-        assert token_ids_R.shape == self.draft_token_ids_R.shape and bool((token_ids_R.diff() > 0).all())
-        self.draft_token_ids_R.copy_(token_ids_R)
+        """Set the draft vocabulary: int64 [R] target token ids, ascending, each once; any number for a tied head."""
+        assert bool((token_ids_R.diff() > 0).all())
+        if len(token_ids_R) != len(self.draft_token_ids_R):
+            assert self.config.head == "tied"
+            self.config.draft_vocab_size = len(token_ids_R)
+        self.draft_token_ids_R = token_ids_R.to(self.draft_token_ids_R.device)
         self._bound = None
         return self
 

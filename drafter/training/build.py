@@ -28,7 +28,8 @@ def build_drafter(
         target: the frozen model.
         data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
         options: shape.
-        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from.
+        init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
+            no weights of tokens: where ``options`` ask for another number of draft tokens, ``data`` decide on them.
 
     Returns:
         The drafter, and lines for the user about its origin.
@@ -44,19 +45,24 @@ def build_drafter(
         target_fingerprint=target.fingerprint,
         **asdict(options),
     )
-    if init_from is not None:
-        drafter = drafter_of_checkpoint(init_from).float()
-        expect_same_shape(config, drafter.config.to_dict())
+    notes = []
+    if init_from is None:
+        drafter = RecurrentDrafter(config)
+        drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
+        has_tokens = config.draft_vocab_size is None
+    else:
+        drafter = drafter_of_checkpoint(init_from).float().train()
+        has_tokens = drafter.config.num_outputs == config.num_outputs or config.head != "tied"
+        sizes = {} if has_tokens else {"draft_vocab_size": config.draft_vocab_size}
+        expect_same_shape(config, drafter.config.to_dict() | sizes)
         drafter.config.draft_length, drafter.config.target_name = config.draft_length, config.target_name
-        return drafter.bind(target).train(), [f"weights start from {init_from}"]
-    drafter, notes = RecurrentDrafter(config), []
-    if config.draft_vocab_size is not None:
+        notes.append(f"weights start from {init_from}")
+    if not has_tokens:
         count_V = data.token_counts(target.vocab_size)
         ids_R = choose_draft_vocabulary(count_V, config.num_outputs, always=target.eos_token_ids)
-        drafter.set_draft_token_ids(ids_R)
+        drafter.set_draft_token_ids(ids_R).config.draft_vocab_size = config.draft_vocab_size
         share = float(count_V[ids_R].sum() / count_V.sum().clamp_min(1))
-        notes = [f"draft vocabulary: {len(ids_R):,} tokens cover {share:.2%} of the answers"]
-    drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
+        notes.append(f"draft vocabulary: {len(ids_R):,} tokens cover {share:.2%} of the answers")
     return drafter.bind(target), notes
 
 

@@ -148,6 +148,10 @@ def test_the_mean_of_drafters_is_that_of_their_weights() -> None:
     torch.testing.assert_close(mean.cell.u.weight, wanted)
     assert torch.equal(mean.head.weight, one.head.weight), "the same in both"
     with pytest.raises(ValueError, match="num_res_blocks 3, but this run asks for 2"):
-        mean_of([one, make_drafter(num_res_blocks=3)])
-    with pytest.raises(ValueError, match="different constants or draft vocabularies"):
-        mean_of([one, make_drafter().set_draft_token_ids(torch.arange(R))])
+        mean_of([make_drafter(num_res_blocks=3), one])
+    with pytest.raises(ValueError, match="different constants"):
+        mean_of([one, make_drafter(hidden_scale=0.7)])
+    with pytest.raises(ValueError, match="different draft vocabularies"):
+        mean_of([make_drafter(head="full"), make_drafter(head="full").set_draft_token_ids(torch.arange(R))])
+    fewer = make_drafter().set_draft_token_ids(torch.arange(R - 2))
+    assert mean_of([one, fewer]).config.num_outputs == R - 2, "the last one's"

@@ -280,6 +280,15 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
     assert before.config.embedding_scale == after.config.embedding_scale != 1
     with pytest.raises(ValueError, match="head 'tied'.*'full'"):
         train(words(place, place / "full", "--model.init_from", str(exported), "--model.drafter.head", "full"))
+    # A tied head takes another number of draft tokens, and an interrupted run of such a start goes on.
+    for size, num in (("40", 40), ("null", before.config.vocab_size)):
+        fewer = words(place, place / f"tokens-{size}", "--model.init_from", str(exported), "--model.optim.lr", "1e-30")
+        fewer += ["--model.drafter.draft_vocab_size", size]
+        train(fewer)
+        after = drafter_of_checkpoint(place / f"tokens-{size}" / "checkpoints" / "last.ckpt")
+        assert len(after.draft_token_ids_R) == after.config.num_outputs == num
+        torch.testing.assert_close(before.head.weight, after.head.weight)
+        train([*fewer, "--ckpt_path", "last", "--trainer.max_steps", str(NUM_STEPS + 1)])
     more = ("--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--model.drafter.num_res_blocks", "1")
     with pytest.raises(ValueError, match="num_res_blocks 2.*asks for 1"):
         train(words(place, place / "other", *more))
