@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks-1": {"model.drafter.num_res_blocks": 1},
     "blocks-3": {"model.drafter.num_res_blocks": 3},
     "context-fused": {"model.drafter.context": "fused", "model.drafter.context_layers": [10, 24, 30]},
-    "vocab-8k": {"model.drafter.draft_vocab_size": 8192},
+    "vocab-16k": {"model.drafter.draft_vocab_size": 16384},
     "rates-flat": {"model.objective.depth_rates": [1.0, 0.8, 0.65, 0.5, 0.4]},
     "rates-steep": {"model.objective.depth_rates": [1.0, 0.4, 0.2, 0.1, 0.05]},
     "head-full": {"model.drafter.head": "full", "model.objective.shared_tokens": 0},
@@ -91,6 +91,7 @@ def grown(start: str, settings: dict[str, Any], out: Path) -> Path:
     shape = {
         item.name: settings.get(f"model.drafter.{item.name}", getattr(old.config, item.name))
         for item in fields(DrafterOptions)
+        if item.name != "draft_vocab_size"  # the run chooses other draft tokens itself
     }
     config = {name: getattr(old.config, name) for name in DrafterConfig.__annotations__} | shape
     new = RecurrentDrafter(DrafterConfig(**config))
