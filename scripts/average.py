@@ -21,7 +21,7 @@ from drafter.utils.io import first_line
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafters", nargs="+", help="exported folders or checkpoints")
+    parser.add_argument("drafters", nargs="+", help="folders or checkpoints; the last one has the draft vocabulary")
     parser.add_argument("--out", type=Path, required=True, help="folder of the mean")
     args = parser.parse_args()
     try:

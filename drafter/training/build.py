@@ -29,7 +29,7 @@ def build_drafter(
         data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
         options: shape.
         init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
-            no weights of tokens: where ``options`` ask for another number of draft tokens, ``data`` decide on them.
+            no weights of tokens: where ``options`` ask for another number of draft tokens, ``data`` choose them.
 
     Returns:
         The drafter, and lines for the user about its origin.

@@ -112,7 +112,7 @@ class DrafterModule(LightningModule):
             drafter: shape of the drafter.
             objective: the losses and their weights.
             optim: optimizer and learning rate.
-            init_from: exported drafter or checkpoint to start the weights (and the draft vocabulary) from.
+            init_from: exported drafter or checkpoint for the weights, and for a draft vocabulary of the same size.
         """
         super().__init__()
         self.options, self.objective, self.optim_options = drafter, objective, optim
