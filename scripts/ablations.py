@@ -37,8 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks-3": {"model.drafter.num_res_blocks": 3},
     "context-fused": {"model.drafter.context": "fused", "model.drafter.context_layers": [10, 24, 30]},
     "vocab-16k": {"model.drafter.draft_vocab_size": 16384},
-    "rates-flat": {"model.objective.depth_rates": [1.0, 0.8, 0.65, 0.5, 0.4]},
-    "rates-steep": {"model.objective.depth_rates": [1.0, 0.4, 0.2, 0.1, 0.05]},
+    "rates-flat": {"model.objective.depth_rates": [1.0, 0.6, 0.4, 0.3, 0.2]},
+    "rates-steep": {"model.objective.depth_rates": [1.0, 0.3, 0.1, 0.05, 0.02]},
     "head-full": {"model.drafter.head": "full", "model.objective.shared_tokens": 0},
     "loss-ce": {"model.objective.kl": 0.0, "model.objective.cross_entropy": 1.0},
     # The published recipe: own output matrix over the whole vocabulary, cross-entropy, five depths.

@@ -359,7 +359,7 @@ def train(check: Check) -> None:
     num_steps = 4 if check.given.small else 10
     losses = {
         "exact": Objective(memory_mib=2048),
-        "sampled": Objective(memory_mib=2048, shared_tokens=2048, depth_rates=(1.0, 0.6, 0.4, 0.3, 0.2)),
+        "sampled": Objective(memory_mib=2048, shared_tokens=2048, depth_rates=(1.0, 0.4, 0.2, 0.1, 0.05)),
     }
     for name, load in check.targets():
         target = load()
