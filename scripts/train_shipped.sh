@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The shipped drafter from nothing but this package: the target invents prompts and answers them, the drafter learns.
 #   scripts/train_shipped.sh [ROUNDS]
-# A round invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. After
+# A round invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. While
+# a round is learned on half of the processor's cores, the other half answers for the next round: two programs with half
+# of the cores each do more than one with all. After
 # round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
 # tokens per step are measured: acceptance-ROUND.jsonl are the curve. The last copy goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
@@ -31,16 +33,24 @@ work=${WORK:-runs/shipped} out=${OUT:-drafter/assets/smollm2-135m}
 evaluation=${EVALUATION:-evaluation} exclude=${EVALUATION:-drafter/assets/evaluation-prompts.jsonl}
 mkdir -p "$work"
 
-# Run a command unless it is finished; the log gets the name, the core-hours and the command's last line.
-stage() {
-    local name=$1 TIMEFORMAT='%U %S'
+# Run a command unless it is finished; the log gets the name, the core-hours and the command's last line. A subshell, as
+# bash would count the time of a background command that ends meanwhile.
+stage() (
+    name=$1 TIMEFORMAT='%U %S'
     shift
-    if [ -e "$work/$name.done" ]; then return; fi
+    if [ -e "$work/$name.done" ]; then exit; fi
     echo "== $name"
     { time "$@" > "$work/$name.out" 2> "$work/$name.err"; } 2> "$work/$name.time"
     echo "$name: $(awk '{ printf "%.3f", ($1 + $2) / 3600 }' "$work/$name.time") core-hours; $(tail -n 1 "$work/$name.out")" |
         tee -a "$work/log"
     mv "$work/$name.time" "$work/$name.done"
+)
+
+# Invent the prompts of a round and answer them.
+answer() {
+    stage "answers-$1" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
+        --exclude "$exclude" --num-answers 2 --temperature 0,0.7 --max-new-tokens 320 --max-num-seqs 64 --seed "$1" \
+        --out "$work/answers-$1.jsonl"
 }
 
 # Learn the answers of a round from the weights of a drafter (none: new weights), and export the result.
@@ -64,11 +74,19 @@ measure() {
         "W28 L5 N64" --copying "${@:3}" --results "$work/acceptance-$1.jsonl"
 }
 
-last=$((first + rounds - 1))
+last=$((first + rounds - 1)) answering=
+threads=$(python -c 'import torch; print(torch.get_num_threads())')
+export OMP_NUM_THREADS
+trap '[ -z "$answering" ] || pkill -P "$answering" || true' EXIT
 for round in $(seq "$first" "$last"); do
-    stage "answers-$round" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
-        --exclude "$exclude" --num-answers 2 --temperature 0,0.7 --max-new-tokens 320 --max-num-seqs 64 --seed "$round" \
-        --out "$work/answers-$round.jsonl"
+    [ -z "$answering" ] || wait "$answering"
+    answering='' OMP_NUM_THREADS=$threads
+    answer "$round"
+    if ((round < last)); then
+        OMP_NUM_THREADS=$(((threads + 1) / 2))
+        answer $((round + 1)) &
+        answering=$!
+    fi
     stage "round-$round" learn "round-$round" "$round" "$start" --trainer.max_epochs "${EPOCHS:-3}" \
         --model.optim.decay_share 0 --model.optim.warmup_steps "$([ -n "$start" ] && echo 15 || echo 100)"
     start="$work/round-$round/drafter"

@@ -154,7 +154,8 @@ def sample_tokens(
     for hidden_CD in hidden_MD.split(_chunk_size(mix, 2 * num_outputs * 4)):
         logits_CR = hidden_CD @ weight_RD.T
         tops.append(logits_CR.topk(num_top, dim=-1, sorted=False).indices)
-        mean_R += logits_CR.softmax(dim=-1).sum(dim=0, dtype=torch.float32)
+        # The sum over the positions as a product: a sum of bfloat16 would write a float32 copy of all probabilities.
+        mean_R += (logits_CR.new_ones(1, len(logits_CR)) @ logits_CR.softmax(dim=-1))[0]
     num_always = num_shared // 2 if num_shared < num_outputs else num_outputs
     num_drawn = num_shared - num_always
     rest_R = mean_R.argsort(descending=True, stable=True)
