@@ -77,15 +77,17 @@ measure() {
 last=$((first + rounds - 1)) answering=
 threads=$(python -c 'import torch; print(torch.get_num_threads())')
 export OMP_NUM_THREADS
-trap '[ -z "$answering" ] || pkill -P "$answering" || true' EXIT
+trap '[ -z "$answering" ] || kill -- "-$answering" 2> /dev/null || true' EXIT
 for round in $(seq "$first" "$last"); do
     [ -z "$answering" ] || wait "$answering"
     answering='' OMP_NUM_THREADS=$threads
     answer "$round"
-    if ((round < last)); then
+    if ((round < last)) && [ ! -e "$work/round-$round.done" ]; then
         OMP_NUM_THREADS=$(((threads + 1) / 2))
+        set -m # a process group of its own, which the trap ends
         answer $((round + 1)) &
         answering=$!
+        set +m
     fi
     stage "round-$round" learn "round-$round" "$round" "$start" --trainer.max_epochs "${EPOCHS:-3}" \
         --model.optim.decay_share 0 --model.optim.warmup_steps "$([ -n "$start" ] && echo 15 || echo 100)"
