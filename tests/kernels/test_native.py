@@ -92,8 +92,10 @@ def test_products_are_the_dense_products_and_have_the_same_bits_for_any_rows_and
 def test_rounded_activations_give_the_product_of_the_integers(name: str, instructions: str) -> None:
     rows, weight_OI = stored_rows(name, 48, 256)
     x_NI = torch.randn(5, 256)
-    scale_NG = x_NI.view(5, 8, 32).abs().amax(2) / 127
-    rounded_NI = ((x_NI.view(5, 8, 32) / scale_NG[:, :, None]).round() * scale_NG[:, :, None]).view(5, 256)
+    x_NGI = x_NI.view(5, 8, 32)
+    most_NG1 = x_NGI.abs().amax(2, keepdim=True)
+    # The step's own operations: another order of them rounds a number near a half to the other integer.
+    rounded_NI = ((x_NGI * (127 / most_NG1)).round() * (most_NG1 / 127)).view(5, 256)
     found = native.multiply(packed(name, rows, 256, is_rounded=True), x_NI)
     assert_product(found, rounded_NI, weight_OI, torch.zeros(48))
 
