@@ -3,9 +3,9 @@
 #   scripts/train_shipped.sh [ROUNDS]
 # A round invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. While
 # a round is learned on half of the processor's cores, the other half answers for the next round: two programs with half
-# of the cores each do more than one with all. After
-# round 1, 2, 4, 8 .. and the last, a copy learns the round's answers once more while the rate falls to zero, and its
-# tokens per step are measured: acceptance-ROUND.jsonl are the curve. The last copy goes to OUT, with a card.
+# of the cores each do more than one with all. After round 1, 2, 4, 8 .. and the last, a copy learns the round's answers
+# once more while the rate falls to zero, and its tokens per step are measured: acceptance-ROUND.jsonl are the curve. The
+# last copy goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
 # START: a drafter, whose weights the first round goes on from (default: new weights); OUT is then the mean of START's
 # weights and the last copy's. FIRST: number of the first round (default: 1). The number of a round decides its prompts:
@@ -114,14 +114,15 @@ if [ -n "${START:-}" ]; then
 else
     drafter export "$work/fall-$last/checkpoints/last.ckpt" --out "$out"
 fi
-python - "$work" "$first" "$last" "${START:-}" >> "$out/README.md" << 'CARD'
+python - "$work" "$first" "$last" "${START:-}" "${TEXT:-}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
 
 work, first, last, start = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 begin = f"from the weights of `{Path(start).name}`" if start else "from new weights"
+read = "and other text" if sys.argv[5] else "alone"
 end = " The weights are the mean of those at the beginning and at the end." if start else ""
-print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts alone. The last fall began at the weights of all rounds.{end}\n")
+print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts {read}. The last fall began at the weights of all rounds.{end}\n")
 print("| stage | core-hours and result |\n|---|---|")
 for line in (work / "log").read_text().splitlines():
     name, _, result = line.partition(": ")
