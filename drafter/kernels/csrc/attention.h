@@ -95,8 +95,8 @@ static void attend(const Model& m, const Layer& layer, const float* keys, const 
   }
   for (int t = 0; t < num; t++)
     for (int e = 0; e < token[t].num_path; e += SLOTS) {  // keys of the path, put together as a block
-      for (int i = 0; i < SLOTS; i++) {
-        const int s = token[t].path[lesser(e + i, token[t].num_path - 1)];
+      for (int i = 0; i < lesser(SLOTS, token[t].num_path - e); i++) {  // what else stands there is not read
+        const int s = token[t].path[e + i];
         const float* key = keys + (long)(s / SLOTS) * dim * SLOTS + s % SLOTS;
         for (int d = 0; d < dim; d++) gathered[SLOTS * d + i] = key[SLOTS * d];
       }

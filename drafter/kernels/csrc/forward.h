@@ -21,10 +21,10 @@ static float sum_of(const float* x, int size, float minus, bool is_squared) {
   for (; i < size; i++) { const float v = x[i] - minus; total += is_squared ? v * v : v; }
   return total;
 }
-static void norm(const Norm& n, const float* x, float* y) {  // y may be x
+static void norm(const Norm& n, const float* x, float* y, long from, long to) {  // of all x; y, which may be x, gets from .. to - 1
   const float mean = n.kind == LAYER_NORM ? sum_of(x, n.size, 0, false) / n.size : 0.f;
   const float r = 1.f / sqrtf(sum_of(x, n.size, mean, true) / n.size + n.epsilon);
-  for (int i = 0; i < n.size; i++) {
+  for (long i = from; i < to; i++) {
     float v = (x[i] - mean) * r;
     if (n.weight) v *= n.weight[i];
     if (n.bias) v += n.bias[i];
@@ -40,27 +40,47 @@ INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::
 
 struct Work {  // of one call: activations of N tokens
   // Values for all: a constructor that runs at loading would be code of an instruction set that may be missing.
-  Memory memory[10]{}; int N = 0;
-  float *x = nullptr, *y = nullptr, *qkv = nullptr, *heads = nullptr, *up = nullptr, *rows = nullptr;
+  Memory memory[13]{}; int N = 0;
+  float *x = nullptr, *spare = nullptr, *y = nullptr, *qkv = nullptr, *heads = nullptr, *up = nullptr, *rows = nullptr;
   long stride = 0;  // of rows
-  // Of the next product, in panels. One thread writes all rows of a panel: two in the same lines of memory cost a fifth of a forward.
-  Rows input{};
+  Rows input{};  // of the next product, in panels
   void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
     N = n; stride = padded(widest, GROUP);
     x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
     up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
     const int R = panel_rows(n); const long all = padded(n, R) * stride;
-    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), (int32_t*)memory[9].need(all / 16), stride, R};
+    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), memory[9].need(all / GROUP), (int32_t*)memory[10].need(all / GROUP), (int32_t*)memory[11].need(all / 16), stride, R};
+    spare = memory[12].need(n * hidden);
   }
   float* row(long n) const { return rows + n * stride; }
-  void close(int n, long inputs, const Matrix* consumers, int num) const {  // row(n) was written: place it as the next products read it
-    bool as_numbers = false, as_integers = false;
-    for (long i = inputs; i < padded(inputs, GROUP); i++) row(n)[i] = 0;
-    for (int i = 0; i < num; i++) if (is_there(consumers[i])) (rounds(consumers[i]) ? as_integers : as_numbers) = true;
-    if (as_numbers) place(input, n, row(n), padded(inputs, GROUP), false);
-    if (as_integers) place(input, n, row(n), padded(inputs, GROUP), true);
-  }
 };
+struct Range { int first, end; long from, to; };  // rows of one panel, and inputs
+// The work between two products: work(range) for ranges of whole groups of `size` that cover all rows and inputs. Where panels are
+// few, threads share the inputs of a panel: no two write into the same line of memory, which cost a fifth of a forward.
+template <class W> static void share_ranges(Step& step, const Work& w, long inputs, int size, W work) {
+  const int R = w.input.rows, panels = (w.N + R - 1) / R, groups = padded(inputs, size) / size, parts = lesser(groups, (pool.num_threads + panels - 1) / panels);
+  step.share(panels * parts, 1, [&](int i) {
+    const int first = i / parts * R, part = i % parts;
+    work(Range{first, lesser(w.N, first + R), (long)groups * part / parts * size, lesser(inputs, (long)groups * (part + 1) / parts * size)});
+  });
+}
+// The range of the rows was written: place it as the next products read it.
+static void close(const Work& w, const Range& range, long inputs, const Matrix* consumers, int num) {
+  bool as_numbers = false, as_integers = false;
+  for (int i = 0; i < num; i++) if (is_there(consumers[i])) (rounds(consumers[i]) ? as_integers : as_numbers) = true;
+  const long to = range.to == inputs ? padded(inputs, GROUP) : range.to;
+  for (int n = range.first; n < range.end; n++) {
+    for (long i = range.to; i < to; i++) w.row(n)[i] = 0;
+    if (as_numbers) place(w.input, n, w.row(n), range.from, to, false);
+    if (as_integers) place(w.input, n, w.row(n), range.from, to, true);
+  }
+}
+static void input(Step& step, const Work& w, const float* x, long inputs, const Matrix& consumer) {  // rows [N, inputs] as they are
+  share_ranges(step, w, inputs, GROUP, [&](const Range& r) {
+    for (int n = r.first; n < r.end; n++) memcpy(w.row(n) + r.from, x + n * inputs + r.from, 4 * (r.to - r.from));
+    close(w, r, inputs, &consumer, 1);
+  });
+}
 struct Product { const Matrix* matrix; float* to; };
 static void multiply(Step& step, const Work& w, const Product* products, int num, long width) {
   int blocks = 0;
@@ -80,34 +100,53 @@ struct Call {
   const Model& m; const Cache& cache; const Tokens& tokens; const float* embedding; float* hidden; int num_states; const int32_t* state_layers; float* states;
   const Token* token; int N; Work& work;
 
-  void keep_state(int layer, int n) const {
+  void keep_state(int layer, int n, const float* x, const Range& r) const {
     for (int i = 0; i < num_states; i++)
       if (state_layers[i] == layer)
-        memcpy(states + ((long)i * tokens.num_rows * tokens.num_tokens + token[n].index) * m.hidden_size, work.x + (long)n * m.hidden_size, 4l * m.hidden_size);
+        memcpy(states + ((long)i * tokens.num_rows * tokens.num_tokens + token[n].index) * m.hidden_size + r.from, x + r.from, 4 * (r.to - r.from));
   }
-  void input(const Norm& before, const Matrix* consumers, int num, int n) const {  // the next matrices' row of token n
-    const float* x = work.x + (long)n * m.hidden_size; float* row = work.row(n);
-    if (before.kind == NO_NORM) memcpy(row, x, 4l * m.hidden_size); else norm(before, x, row);
-    work.close(n, m.hidden_size, consumers, num);
-  }
-  void add(const Norm& after, int n) const {
-    float *x = work.x + (long)n * m.hidden_size, *y = work.y + (long)n * m.hidden_size;
-    if (after.kind != NO_NORM) norm(after, y, y);
-    for (int i = 0; i < m.hidden_size; i++) x[i] += y[i] * m.residual_scale;
+  // Embeddings, or x plus what a part of a layer has made; from these the rows of the next part, or the hidden states. Threads that
+  // share a row all compute what needs the whole row, so the sums go to other memory than x.
+  void settle(Step& step, float*& x, float*& spare, const Norm* after, int layer, const Norm* before, const Matrix* consumers, int num) const {
+    const long D = m.hidden_size; const float* old = x; float* sum = spare;
+    share_ranges(step, work, D, GROUP, [&](const Range& r) {
+      static thread_local Memory memory; float *v = memory.need(2 * D), *normed = v + D;
+      for (int n = r.first; n < r.end; n++) {
+        const float *from = after ? old + n * D : embedding + token[n].index * D, *added = work.y + n * D;
+        if (after && after->kind != NO_NORM) { norm(*after, added, normed, 0, D); added = normed; }
+        if (after) for (long i = 0; i < D; i++) v[i] = from[i] + added[i] * m.residual_scale;
+        else for (long i = 0; i < D; i++) v[i] = from[i] * m.input_scale;
+        memcpy(sum + n * D + r.from, v + r.from, 4 * (r.to - r.from));
+        if (before) keep_state(layer, n, v, r);
+        const Norm& next = before ? *before : m.final_norm; float* to = before ? work.row(n) : hidden + token[n].index * D;
+        if (next.kind != NO_NORM) norm(next, v, to, r.from, r.to); else memcpy(to + r.from, v + r.from, 4 * (r.to - r.from));
+        if (!before) keep_state(m.num_layers, n, to, r);
+      }
+      if (before) close(work, r, D, consumers, num);
+    });
+    x = sum; spare = (float*)old;
   }
   long key_block(int layer, int row, int head) const { return (((long)layer * cache.num_rows + row) * m.num_key_heads + head) * cache.num_slots; }
 
-  void prepare_heads(const Layer& l, int layer, int n) const {  // norms and rotation; keys and values to the cache
-    const int dim = m.head_dim, wide = padded(dim, 16); const Token& t = token[n];
-    float *q = work.qkv + (long)n * (m.num_heads + 2 * m.num_key_heads) * dim, *k = q + (long)m.num_heads * dim, *v = k + (long)m.num_key_heads * dim;
-    if (l.query.kind != NO_NORM) for (int i = 0; i < m.num_heads * dim; i += l.query.size) norm(l.query, q + i, q + i);
-    if (l.key.kind != NO_NORM) for (int i = 0; i < m.num_key_heads * dim; i += l.key.size) norm(l.key, k + i, k + i);
-    if (l.rotary >= 0) for (int h = 0; h < m.num_heads + m.num_key_heads; h++) rotate(m.rotaries[l.rotary], t.position, q + (long)h * dim);
-    for (int h = 0; h < m.num_key_heads; h++) {
-      float* key = cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
-      for (int d = 0; d < dim; d++) key[SLOTS * d] = k[h * dim + d];
-      memcpy(cache.values + (key_block(layer, t.row, h) + t.slot) * wide, v + h * dim, 4l * dim);
-    }
+  void prepare_heads(Step& step, const Layer& l, int layer) const {  // norms and rotation; keys and values to the cache
+    const int dim = m.head_dim, wide = padded(dim, 16), H = m.num_heads, K = m.num_key_heads;
+    const bool is_whole = (l.query.kind != NO_NORM && l.query.size > dim) || (l.key.kind != NO_NORM && l.key.size > dim);  // norms of all heads together
+    share_ranges(step, work, H + K, is_whole ? H + K : 1, [&](const Range& r) {
+      for (int n = r.first; n < r.end; n++) {
+        const Token& t = token[n]; float *q = work.qkv + (long)n * (H + 2 * K) * dim, *k = q + (long)H * dim, *v = k + (long)K * dim;
+        auto norm_heads = [&](const Norm& each, float* x, long first, long num) {
+          if (each.kind == NO_NORM) return;
+          for (long i = bigger(0l, r.from - first) * dim; i < lesser(num, r.to - first) * dim; i += each.size) norm(each, x + i, x + i, 0, each.size);
+        };
+        norm_heads(l.query, q, 0, H); norm_heads(l.key, k, H, K);
+        if (l.rotary >= 0) for (long h = r.from; h < r.to; h++) rotate(m.rotaries[l.rotary], t.position, q + h * dim);
+        for (long h = bigger(0l, r.from - H); h < r.to - H; h++) {
+          float* key = cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
+          for (int d = 0; d < dim; d++) key[SLOTS * d] = k[h * dim + d];
+          memcpy(cache.values + (key_block(layer, t.row, h) + t.slot) * wide, v + h * dim, 4l * dim);
+        }
+      }
+    });
   }
   void attention(Step& step, const Layer& l, int layer) const {
     const int dim = m.head_dim, per_key = m.num_heads / m.num_key_heads; const long width = (long)(m.num_heads + 2 * m.num_key_heads) * dim;
@@ -134,10 +173,10 @@ struct Call {
              token + first, count, num, work.qkv + first * width + (long)from * dim, width, work.heads + (long)first * m.num_heads * dim + (long)from * dim, (long)m.num_heads * dim);
     });
   }
-  void activate(int n) const {
+  void activate(int n, const Range& r) const {
     const long F_ = m.mlp_size; const float* u = work.up + n * F_ * (1 + m.has_gate); float* row = work.row(n);
-    for (long i = 0; i < F_; i += LANES) {
-      F a, b{}; const int left = (int)(F_ - i);
+    for (long i = r.from; i < r.to; i += LANES) {
+      F a, b{}; const int left = (int)(r.to - i);
       if (left >= LANES) { a = load(u + i); if (m.has_gate) b = load(u + F_ + i); }
       else { a = F{}; for (int j = 0; j < left; j++) { a[j] = u[i + j]; if (m.has_gate) b[j] = u[F_ + i + j]; } }
       const F y = m.has_gate ? apply(m.activation, a) * b : apply(m.activation, a);
@@ -147,34 +186,22 @@ struct Call {
   void run() const {
     Flush flush; Step step;
     const long D = m.hidden_size, H = (long)m.num_heads * m.head_dim, KV = (long)m.num_key_heads * m.head_dim, F_ = m.mlp_size;
-    step.share(N, work.input.rows, [&](int n) {
-      const float* e = embedding + token[n].index * D; float* x = work.x + n * D;
-      for (long i = 0; i < D; i++) x[i] = e[i] * m.input_scale;
-      keep_state(0, n);
-      input(m.layers[0].before_attention, m.layers[0].qkv, 3, n);
-    });
+    float *x = work.x, *spare = work.spare;
+    settle(step, x, spare, nullptr, 0, &m.layers[0].before_attention, m.layers[0].qkv, 3);
     for (int i = 0; i < m.num_layers; i++) {
       const Layer& l = m.layers[i]; const bool is_last = i + 1 == m.num_layers;
       const Product qkv[3] = {{&l.qkv[0], work.qkv}, {&l.qkv[1], work.qkv + H}, {&l.qkv[2], work.qkv + H + KV}};
+      const Product output{&l.output, work.y}, up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}}, down{&l.down, work.y};
       multiply(step, work, qkv, is_there(l.qkv[1]) ? 3 : 1, H + 2 * KV);
-      step.share(N, work.input.rows, [&](int n) { prepare_heads(l, i, n); });
+      prepare_heads(step, l, i);
       attention(step, l, i);
-      step.share(N, work.input.rows, [&](int n) { memcpy(work.row(n), work.heads + n * H, 4 * H); work.close(n, H, &l.output, 1); });
-      const Product output{&l.output, work.y}, down{&l.down, work.y};
+      input(step, work, work.heads, H, l.output);
       multiply(step, work, &output, 1, D);
-      step.share(N, work.input.rows, [&](int n) { add(l.after_attention, n); input(l.before_mlp, l.up, 2, n); });
-      const Product up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}};
+      settle(step, x, spare, &l.after_attention, -1, &l.before_mlp, l.up, 2);
       multiply(step, work, up, is_there(l.up[1]) ? 2 : 1, F_ * (1 + m.has_gate));
-      step.share(N, work.input.rows, [&](int n) { activate(n); work.close(n, F_, &l.down, 1); });
+      share_ranges(step, work, F_, GROUP, [&](const Range& r) { for (int n = r.first; n < r.end; n++) activate(n, r); close(work, r, F_, &l.down, 1); });
       multiply(step, work, &down, 1, D);
-      step.share(N, work.input.rows, [&](int n) {
-        add(l.after_mlp, n);
-        if (!is_last) { keep_state(i + 1, n); input(m.layers[i + 1].before_attention, m.layers[i + 1].qkv, 3, n); return; }
-        float* x = work.x + n * D;
-        if (m.final_norm.kind != NO_NORM) norm(m.final_norm, x, x);
-        memcpy(hidden + token[n].index * D, x, 4 * D);
-        keep_state(m.num_layers, n);
-      });
+      settle(step, x, spare, &l.after_mlp, i + 1, is_last ? nullptr : &m.layers[i + 1].before_attention, is_last ? nullptr : m.layers[i + 1].qkv, 3);
     }
   }
 };
@@ -213,7 +240,7 @@ struct ProductCall {
   const Matrix& w; int N; const float* x; float* y;
   void run() const {
     Flush flush; Step step; const Product product{&w, y};
-    step.share(N, product_work.input.rows, [&](int n) { memcpy(product_work.row(n), x + (long)n * w.inputs, 4l * w.inputs); product_work.close(n, w.inputs, &w, 1); });
+    input(step, product_work, x, w.inputs, w);
     multiply(step, product_work, &product, 1, w.outputs);
   }
 };

@@ -14,36 +14,40 @@ struct Rows {
   float* x;           // as they are
   int32_t* q;         // rounded, four inputs a word: x = q * scale in groups of 32
   float* scale;       // of every 32 inputs
-  int32_t* total;     // of the q's of every 16 inputs
+  // What the offsets of weights are multiplied by, or add; computed once for all outputs:
+  float* sum;         // scale times the sum of the q's of every 32 inputs
+  int32_t* minus_8;   // -8 times this sum of q's
+  int32_t* minus_128; // -128 times the sum of the q's of every 16 inputs
   long stride;        // inputs of a row, a multiple of 32
   int rows;
-  Rows panel(long p) const { return {x + p * stride * rows, q + p * stride / 4 * rows, scale + p * stride / 32 * rows, total + p * stride / 16 * rows, stride, rows}; }
+  Rows panel(long p) const {
+    const long groups = p * stride / 32 * rows;
+    return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus_8 + groups, minus_128 + 2 * groups, stride, rows};
+  }
 };
 constexpr int MOST_ROWS = LANES == 16 ? 12 : 6;
 static int panel_rows(int N) {  // 1, 2, 3, 4, 6, 8 or 12: the rows that one template computes
   const int parts = (N + MOST_ROWS - 1) / MOST_ROWS, m = (N + parts - 1) / parts;
   return m <= 4 ? m : m <= 6 ? 6 : m <= 8 ? 8 : 12;
 }
-// Row n of the panels, from its numbers: as they are, or rounded.
-static void place(const Rows& to, int n, const float* x, long padded_inputs, bool is_rounded) {
-  const int R = to.rows, r = n % R; const Rows p = to.panel(n / R);
+// Inputs from .. to - 1, whole groups, of row n of the panels, from its numbers: as they are, or rounded.
+static void place(const Rows& panels, int n, const float* x, long from, long to, bool is_rounded) {
+  const int R = panels.rows, r = n % R; const Rows p = panels.panel(n / R);
   if (!is_rounded) {
-    for (long k = 0; k < padded_inputs; k++) p.x[k * R + r] = x[k];
+    for (long k = from; k < to; k++) p.x[k * R + r] = x[k];
     return;
   }
-  for (long g = 0; g < padded_inputs / GROUP; g++, x += GROUP) {
-    F most{}; int32_t words[GROUP / 4];
-    UNROLL for (int i = 0; i < GROUP; i += LANES) { const F v = load(x + i); most = greater(most, greater(v, -v)); }
+  for (long g = from / GROUP; g < to / GROUP; g++) {
+    F most{}; int32_t words[GROUP / 4], total[2];
+    UNROLL for (int i = 0; i < GROUP; i += LANES) { const F v = load(x + g * GROUP + i); most = greater(most, greater(v, -v)); }
     const float m = largest(most), inverse = m > 0 ? 127.f / m : 0.f;
     UNROLL for (int h = 0; h < 2; h++) {
       I n{};
-      UNROLL for (int i = 16 * h; i < 16 * h + 16; i += LANES) { const I v = round(load(x + i) * inverse); store_bytes((int8_t*)words + i, v); n += v; }
-      int32_t sum = 0;
-      UNROLL for (int i = 0; i < LANES; i++) sum += n[i];
-      p.total[(2 * g + h) * R + r] = sum;
+      UNROLL for (int i = 16 * h; i < 16 * h + 16; i += LANES) { const I v = round(load(x + g * GROUP + i) * inverse); store_bytes((int8_t*)words + i, v); n += v; }
+      total[h] = sum(n); p.minus_128[(2 * g + h) * R + r] = -128 * total[h];
     }
-    for (int i = 0; i < GROUP / 4; i++) p.q[(GROUP / 4 * g + i) * R + r] = words[i];
-    p.scale[g * R + r] = m / 127.f;
+    UNROLL for (int i = 0; i < GROUP / 4; i++) p.q[(GROUP / 4 * g + i) * R + r] = words[i];
+    p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (total[0] + total[1]); p.minus_8[g * R + r] = -8 * (total[0] + total[1]);
   }
 }
 
@@ -94,26 +98,25 @@ template <int ZERO, class SCALE, bool HAS_OFFSET> struct In4 {
     w.scale = scale(b, strip); w.offset = HAS_OFFSET ? scale(b + SCALES, strip) : F{};
     return w;
   }
-  template <int M> INLINE void add(const Weights& w, const int32_t* x, const float* scale, const int32_t* total, F* sum) {
-    UNROLL for (int r = 0; r < M; r++) sum[r] = row<M>(w, x + r, scale[r], total[r] + total[M + r], sum[r]);
-  }
-  template <int M> INLINE F row(const Weights& w, const int32_t* x, float scale, int32_t q_total, F sum) {
+  template <int M> INLINE void add(const Weights& w, Rows x, long g, F* sum) {
+    UNROLL for (int r = 0; r < M; r++) {
+      const int32_t* q = x.q + 8 * g * M + r;
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    // Eight products of 4 bits by 8 fit into 16 bits: 8 * 15 * 127 < 2^15.
-    __m256i a = _mm256_setzero_si256(), b = a;
-    UNROLL for (int j = 0; j < 4; j++) {
-      a = _mm256_add_epi16(a, _mm256_maddubs_epi16((__m256i)w.low[j], _mm256_set1_epi32(x[M * j])));
-      b = _mm256_add_epi16(b, _mm256_maddubs_epi16((__m256i)w.high[j], _mm256_set1_epi32(x[M * (j + 4)])));
-    }
-    I n = (I)_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1));
+      // Eight products of 4 bits by 8 fit into 16 bits: 8 * 15 * 127 < 2^15.
+      __m256i a = _mm256_setzero_si256(), b = a;
+      UNROLL for (int j = 0; j < 4; j++) {
+        a = _mm256_add_epi16(a, _mm256_maddubs_epi16((__m256i)w.low[j], _mm256_set1_epi32(q[M * j])));
+        b = _mm256_add_epi16(b, _mm256_maddubs_epi16((__m256i)w.high[j], _mm256_set1_epi32(q[M * (j + 4)])));
+      }
+      I n = (ZERO ? all(x.minus_8[g * M + r]) : I{}) + (I)_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1));
 #else
-    I n = I{}, m = I{};
-    UNROLL for (int j = 0; j < 4; j++) { n = dot4(n, w.low[j], all(x[M * j])); m = dot4(m, w.high[j], all(x[M * (j + 4)])); }
-    n += m;
+      I n = ZERO ? all(x.minus_8[g * M + r]) : I{}, m{};
+      UNROLL for (int j = 0; j < 4; j++) { n = dot4(n, w.low[j], all(q[M * j])); m = dot4(m, w.high[j], all(q[M * (j + 4)])); }
+      n += m;
 #endif
-    if (ZERO) n -= ZERO * q_total;
-    sum = fma(number(n), w.scale * scale, sum);
-    return HAS_OFFSET ? fma(w.offset, all(scale * q_total), sum) : sum;
+      sum[r] = fma(number(n), w.scale * x.scale[g * M + r], sum[r]);
+      if (HAS_OFFSET) sum[r] = fma(w.offset, all(x.sum[g * M + r]), sum[r]);
+    }
   }
   INLINE void dense(const char* b, int strip, F* out) {  // 32 vectors: the weights as numbers
     const Weights w = read(b, strip);
@@ -133,7 +136,7 @@ template <class SCALE, bool HAS_OFFSET, int HALVES> struct In8 {
     w.offset = HAS_OFFSET ? scale(b + HALVES * SCALES, strip) : F{};
     return w;
   }
-  template <int M> INLINE void products(const char* q, const int32_t* x, int from, int to, const int32_t* total, I* n) {
+  template <int M> INLINE void products(const char* q, const int32_t* x, int from, int to, const int32_t* minus_128, I* n) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
     UNROLL for (int r = 0; r < M; r++) n[r] = I{};
     UNROLL for (int j = from; j < to; j++) {
@@ -142,20 +145,20 @@ template <class SCALE, bool HAS_OFFSET, int HALVES> struct In8 {
         n[r] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(x[M * j + r]), w)), _mm256_set1_epi16(1));
     }
 #else
-    UNROLL for (int r = 0; r < M; r++) n[r] = all(-128 * ((from < 4 ? total[r] : 0) + (to > 4 ? total[M + r] : 0)));
+    UNROLL for (int r = 0; r < M; r++) n[r] = (from < 4 ? all(minus_128[r]) : I{}) + (to > 4 ? all(minus_128[M + r]) : I{});
     UNROLL for (int j = from; j < to; j++) {
       const I w = load((const void*)(q + 64 * j));
       UNROLL for (int r = 0; r < M; r++) n[r] = dot4(n[r], w, all(x[M * j + r]));
     }
 #endif
   }
-  template <int M> INLINE void add(const Weights& w, const int32_t* x, const float* scale, const int32_t* total, F* sum) {
+  template <int M> INLINE void add(const Weights& w, Rows x, long g, F* sum) {
     I n[M];
     UNROLL for (int h = 0; h < HALVES; h++) {
-      products<M>(w.q, x, 8 / HALVES * h, 8 / HALVES * (h + 1), total, n);
-      UNROLL for (int r = 0; r < M; r++) sum[r] = fma(number(n[r]), w.scale[h] * scale[r], sum[r]);
+      products<M>(w.q, x.q + 8 * g * M, 8 / HALVES * h, 8 / HALVES * (h + 1), x.minus_128 + 2 * g * M, n);
+      UNROLL for (int r = 0; r < M; r++) sum[r] = fma(number(n[r]), w.scale[h] * x.scale[g * M + r], sum[r]);
     }
-    if (HAS_OFFSET) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(w.offset, all(scale[r] * (total[r] + total[M + r])), sum[r]);
+    if (HAS_OFFSET) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(w.offset, all(x.sum[g * M + r]), sum[r]);
   }
   INLINE void dense(const char* b, int strip, F* out) {
     const Weights w = read(b, strip);
@@ -178,7 +181,7 @@ template <class T, int M> APART void rounded_strip(const char* w, int strip, lon
   for (long g = 0; g < inputs / GROUP; g++, w += T::BYTES) {
     if (strip == 0) prefetch(w + 16 * T::BYTES, T::BYTES);  // the next groups; takes a third off a step
     const typename T::Weights weights = T::read(w, strip);
-    T::template add<M>(weights, x.q + GROUP / 4 * g * M, x.scale + g * M, x.total + 2 * g * M, sum);
+    T::template add<M>(weights, x, g, sum);
   }
   UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, sum[r]);
 }

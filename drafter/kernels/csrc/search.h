@@ -57,24 +57,29 @@ struct SearchCall {
   int num_nodes() const { return s.width * s.length + s.depth - s.length; }
   const int64_t* text(int row) const { return s.text + row * s.text_stride; }
 
-  void embed(const Work& w, const Side& side, int n) const {  // [embedding; state] for the cell
-    const long D = d.hidden_size; float *row = w.row(n), scale = d.embedding_scale; const int64_t token = side.beams[n].token;
-    if (d.embedding) memcpy(row, d.embedding + token * D, 4 * D);
-    else { unpack_row(*d.embedding_matrix, token, row); scale *= d.embedding_matrix_scale; }
-    for (long i = 0; i < D; i++) row[i] *= scale;
-    memcpy(row + D, side.states + n * D, 4 * D);
-    w.close(n, 2 * D, &d.cell, 1);
+  void embed(const Work& w, const Side& side, const Range& r) const {  // [embedding; state] for the cell
+    static thread_local Memory memory; const long D = d.hidden_size, behind = bigger(D, r.from);
+    for (int n = r.first; n < r.end; n++) {
+      float *row = w.row(n), scale = d.embedding_scale; const int64_t token = side.beams[n].token; const float* e = d.embedding + token * D;
+      if (!d.embedding && r.from < D) { float* v = memory.need(D); unpack_row(*d.embedding_matrix, token, v); e = v; scale *= d.embedding_matrix_scale; }
+      for (long i = r.from; i < lesser(D, r.to); i++) row[i] = e[i] * scale;
+      if (r.to > behind) memcpy(row + behind, side.states + n * D + behind - D, 4 * (r.to - behind));
+    }
+    close(w, r, 2 * D, &d.cell, 1);
   }
-  void close_stream(const Work& w, int n, const Matrix* consumer) const {  // [h; s], as linear layers read it
-    const long D = d.hidden_size; const float* x = streams + n * 2 * D; float* row = w.row(n);
-    for (long i = 0; i < D; i++) row[i] = x[i] * d.hidden_scale;
-    memcpy(row + D, x + D, 4 * D);
-    w.close(n, 2 * D, consumer, 1);
+  void close_stream(const Work& w, const Range& r, const Matrix* consumer) const {  // [h; s], as linear layers read it
+    const long D = d.hidden_size;
+    for (int n = r.first; n < r.end; n++) {
+      const float* x = streams + n * 2 * D; float* row = w.row(n);
+      for (long i = r.from; i < r.to; i++) row[i] = i < D ? x[i] * d.hidden_scale : x[i];
+    }
+    close(w, r, 2 * D, consumer, 1);
   }
   static void silu(const float* x, long size, float* y) {
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, apply(SILU, load(x + i)));
-    for (; i < size; i++) y[i] = x[i] / (1 + expf(-x[i]));
+    for (long i = 0; i < size; i += LANES) {
+      const F v = apply(SILU, load_some<F>(x + i, size - i));
+      if (size - i >= LANES) store(y + i, v); else memcpy(y + i, &v, 4 * (size - i));
+    }
   }
   const Matrix* reader(int block) const { return block < d.num_blocks ? (d.down ? d.down + block : d.blocks + block) : is_there(d.head) ? &d.head : &d.rows; }
 
@@ -83,24 +88,29 @@ struct SearchCall {
     auto product = [&](const Matrix& m, float* to) { const Product p{&m, to}; multiply(step, w, &p, 1, m.outputs); };
     auto narrow = [&](const Matrix& m, const Matrix* consumer) {  // a product whose outputs are the next inputs
       product(m, w.y);
-      step.share(N, w.input.rows, [&](int n) { memcpy(w.row(n), w.y + (long)n * m.outputs, 4l * m.outputs); w.close(n, m.outputs, consumer, 1); });
+      input(step, w, w.y, m.outputs, *consumer);
     };
-    step.share(N, w.input.rows, [&](int n) { embed(w, side, n); });
+    share_ranges(step, w, E, GROUP, [&](const Range& r) { embed(w, side, r); });
     product(d.cell, w.y);
-    step.share(N, w.input.rows, [&](int n) {
-      float *state = side.states + (long)n * D, *x = streams + (long)n * E;
-      silu(w.y + (long)n * D, D, state);
-      memcpy(x, s.hidden + (long)(n / each) * D, 4l * D); memcpy(x + D, state, 4l * D);
-      close_stream(w, n, reader(0));
+    share_ranges(step, w, E, GROUP, [&](const Range& r) {
+      const long behind = bigger<long>(D, r.from), num = r.to - behind;
+      for (int n = r.first; n < r.end; n++) {
+        float *x = streams + (long)n * E, *state = side.states + (long)n * D + behind - D; const float* h = s.hidden + (long)(n / each) * D;
+        for (long i = r.from; i < lesser<long>(D, r.to); i++) x[i] = h[i];
+        if (num > 0) { silu(w.y + (long)n * D + behind - D, num, state); memcpy(x + behind, state, 4 * num); }
+      }
+      close_stream(w, r, reader(0));
     });
     for (int b = 0; b < d.num_blocks; b++) {
       if (d.down) narrow(d.down[b], d.blocks + b);
       product(d.blocks[b], w.y);
-      step.share(N, w.input.rows, [&](int n) {
-        float *y = w.y + (long)n * E, *x = streams + (long)n * E;
-        silu(y, E, y);
-        for (int k = 0; k < E; k++) x[k] += y[k];
-        close_stream(w, n, reader(b + 1));
+      share_ranges(step, w, E, GROUP, [&](const Range& r) {
+        for (int n = r.first; n < r.end; n++) {
+          float *y = w.y + (long)n * E, *x = streams + (long)n * E;
+          silu(y + r.from, r.to - r.from, y + r.from);
+          for (long k = r.from; k < r.to; k++) x[k] += y[k];
+        }
+        close_stream(w, r, reader(b + 1));
       });
     }
     if (is_there(d.head)) narrow(d.head, &d.rows);
