@@ -56,7 +56,7 @@ struct Work {  // of one call: activations of N tokens
 };
 struct Range { int first, end; long from, to; };  // rows of one panel, and inputs
 // The work between two products: work(range) for ranges of whole groups of `size` that cover all rows and inputs. Where panels are
-// few, threads share the inputs of a panel: no two write into the same line of memory, which cost a fifth of a forward.
+// few, threads share the inputs of a panel, not its rows: two threads in the same lines of memory cost a fifth of a forward.
 template <class W> static void share_ranges(Step& step, const Work& w, long inputs, int size, W work) {
   const int R = w.input.rows, panels = (w.N + R - 1) / R, groups = padded(inputs, size) / size, parts = lesser(groups, (pool.num_threads + panels - 1) / panels);
   step.share(panels * parts, 1, [&](int i) {
@@ -108,7 +108,7 @@ struct Call {
   // Embeddings, or x plus what a part of a layer has made; from these the rows of the next part, or the hidden states. Threads that
   // share a row all compute what needs the whole row, so the sums go to other memory than x.
   void settle(Step& step, float*& x, float*& spare, const Norm* after, int layer, const Norm* before, const Matrix* consumers, int num) const {
-    const long D = m.hidden_size; const float* old = x; float* sum = spare;
+    const long D = m.hidden_size; float *const old = x, *const sum = spare;
     share_ranges(step, work, D, GROUP, [&](const Range& r) {
       static thread_local Memory memory; float *v = memory.need(2 * D), *normed = v + D;
       for (int n = r.first; n < r.end; n++) {
@@ -124,7 +124,7 @@ struct Call {
       }
       if (before) close(work, r, D, consumers, num);
     });
-    x = sum; spare = (float*)old;
+    x = sum; spare = old;
   }
   long key_block(int layer, int row, int head) const { return (((long)layer * cache.num_rows + row) * m.num_key_heads + head) * cache.num_slots; }
 

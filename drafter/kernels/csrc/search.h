@@ -60,8 +60,9 @@ struct SearchCall {
   void embed(const Work& w, const Side& side, const Range& r) const {  // [embedding; state] for the cell
     static thread_local Memory memory; const long D = d.hidden_size, behind = bigger(D, r.from);
     for (int n = r.first; n < r.end; n++) {
-      float *row = w.row(n), scale = d.embedding_scale; const int64_t token = side.beams[n].token; const float* e = d.embedding + token * D;
-      if (!d.embedding && r.from < D) { float* v = memory.need(D); unpack_row(*d.embedding_matrix, token, v); e = v; scale *= d.embedding_matrix_scale; }
+      float *row = w.row(n), *unpacked = memory.need(D), scale = d.embedding_scale; const int64_t token = side.beams[n].token; const float* e = unpacked;
+      if (d.embedding) e = d.embedding + token * D;
+      else if (r.from < D) { unpack_row(*d.embedding_matrix, token, unpacked); scale *= d.embedding_matrix_scale; }
       for (long i = r.from; i < lesser(D, r.to); i++) row[i] = e[i] * scale;
       if (r.to > behind) memcpy(row + behind, side.states + n * D + behind - D, 4 * (r.to - behind));
     }
