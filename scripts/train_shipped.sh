@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # The shipped drafter from nothing but this package: the target invents prompts and answers them, the drafter learns.
 #   scripts/train_shipped.sh [ROUNDS]
-# A round invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. While
-# a round is learned on half of the processor's cores, the other half answers for the next round: two programs with half
-# of the cores each do more than one with all. After round 1, 2, 4, 8 .. and the last, a copy learns the round's answers
-# once more while the rate falls to zero, and its tokens per step are measured: acceptance-ROUND.jsonl are the curve. The
-# last copy goes to OUT, with a card.
+# A round has two parts, each a program with half of the processor's cores, which together do more than one with all. A
+# part invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. The next
+# round goes on from the mean of both parts' weights (arXiv 1805.09767). New weights have no useful mean yet: in a first
+# round from them, the second part goes on from the first. After round 1, 2, 4, 8 .. and the last, copies learn both
+# parts once more while the rate falls to zero, and the tokens per step of their mean are measured: acceptance-ROUND.jsonl
+# are the curve. The last mean goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
 # START: a drafter, whose weights the first round goes on from (default: new weights); OUT is then the mean of START's
-# weights and the last copy's. FIRST: number of the first round (default: 1). The number of a round decides its prompts:
-# on another machine, give numbers that were not used.
-# WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 3 GB. OUT: folder of the drafter.
+# weights and the last mean. FIRST: number of the first round (default: 1). The numbers of a round's parts, twice its own
+# and the one before, decide the prompts: on another machine, give numbers that were not used.
+# WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 5 GB. OUT: folder of the drafter.
 # EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
-# conversations for each round, 1.jsonl.gz ..., to learn beside the answers (default: none).
+# conversations for each part, 1.jsonl.gz ..., to learn beside the answers (default: none).
 set -euo pipefail
 rounds=${1:-8} first=${FIRST:-1} start=${START:-}
 for number in "$rounds" "$first"; do
@@ -46,24 +47,54 @@ stage() (
     mv "$work/$name.time" "$work/$name.done"
 )
 
-# Invent the prompts of a round and answer them.
+# Invent the prompts of a part and answer them.
 answer() {
     stage "answers-$1" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
         --exclude "$exclude" --num-answers 2 --temperature 0,0.7 --max-new-tokens 320 --max-num-seqs 64 --seed "$1" \
         --out "$work/answers-$1.jsonl"
 }
 
-# Learn the answers of a round from the weights of a drafter (none: new weights), and export the result.
-#   learn NAME ROUND DRAFTER OPTIONS..
+# Learn the answers of a part at a constant rate, or while the rate falls, from the weights of a drafter (none: new ones).
+#   learn PART DRAFTER
+#   fall PART DRAFTER
 learn() {
-    local name=$1 round=$2 start=$3
-    shift 3
-    drafter train --config smollm2-135m --data.train "[$work/answers-$round.jsonl${TEXT:+,$TEXT/$round.jsonl.gz}]" \
-        --data.train_on everything --data.cache_hidden_states "$work/states-$round" --trainer.callbacks null \
+    stage "part-$1" train_part "$@" --trainer.max_epochs "${EPOCHS:-3}" --model.optim.decay_share 0 \
+        --model.optim.warmup_steps "$([ -n "$2" ] && echo 15 || echo 100)"
+}
+fall() {
+    stage "fall-part-$1" train_part "$@" --trainer.max_epochs 2 --model.optim.decay_share 1 --model.optim.warmup_steps 0
+}
+
+# The training and the export of a stage.
+#   train_part PART DRAFTER OPTIONS..
+train_part() {
+    local part=$1 start=$2
+    shift 2
+    drafter train --config smollm2-135m --data.train "[$work/answers-$part.jsonl${TEXT:+,$TEXT/$part.jsonl.gz}]" \
+        --data.train_on everything --data.cache_hidden_states "$work/states-$part" --trainer.callbacks null \
         --trainer.default_root_dir "$work/$name" ${start:+--model.init_from "$start"} --ckpt_path last "$@"
     drafter export "$work/$name/checkpoints/last.ckpt" --out "$work/$name/drafter"
     python -c 'import json, sys; print(json.load(open(sys.argv[1]))["settings"]["trained_positions"], "positions")' \
         "$work/$name/drafter/run.json"
+}
+
+# A function for both parts of the round side by side.
+#   both FUNCTION ARGUMENTS..
+both() {
+    OMP_NUM_THREADS=$(((threads + 1) / 2))
+    set -m # a process group of its own, which the trap ends
+    "$1" $((2 * round)) "${@:2}" &
+    beside=$!
+    set +m
+    "$1" $((2 * round - 1)) "${@:2}"
+    wait "$beside"
+    beside='' OMP_NUM_THREADS=$threads
+}
+
+# The mean of drafters as a stage.
+#   mean NAME DRAFTER..
+mean() {
+    stage "$1" python scripts/average.py "${@:2}" --out "$work/$1"
 }
 
 # Tokens per step of a drafter after a round: a file of rows, written anew after an interruption.
@@ -74,48 +105,42 @@ measure() {
         "W28 L5 N64" --copying "${@:3}" --results "$work/acceptance-$1.jsonl"
 }
 
-last=$((first + rounds - 1)) answering=
+last=$((first + rounds - 1)) beside=
 threads=$(python -c 'import torch; print(torch.get_num_threads())')
 export OMP_NUM_THREADS
 # Else glibc gives memory back after each operation and asks for it again: hidden states take 1.4 times as long.
 export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000
-trap '[ -z "$answering" ] || kill -- "-$answering" 2> /dev/null || true' EXIT
+trap '[ -z "$beside" ] || kill -- "-$beside" 2> /dev/null || true' EXIT
 for round in $(seq "$first" "$last"); do
-    [ -z "$answering" ] || wait "$answering"
-    answering='' OMP_NUM_THREADS=$threads
-    answer "$round"
-    if ((round < last)) && [ ! -e "$work/round-$round.done" ]; then
-        OMP_NUM_THREADS=$(((threads + 1) / 2))
-        set -m # a process group of its own, which the trap ends
-        answer $((round + 1)) &
-        answering=$!
-        set +m
+    one=$((2 * round - 1)) two=$((2 * round))
+    both answer
+    if [ -n "$start" ]; then
+        both learn "$start"
+        mean "round-$round" "$work/part-$one/drafter" "$work/part-$two/drafter"
+        start="$work/round-$round"
+    else
+        learn "$one" ""
+        learn "$two" "$work/part-$one/drafter"
+        start="$work/part-$two/drafter"
     fi
-    stage "round-$round" learn "round-$round" "$round" "$start" --trainer.max_epochs "${EPOCHS:-3}" \
-        --model.optim.decay_share 0 --model.optim.warmup_steps "$([ -n "$start" ] && echo 15 || echo 100)"
-    start="$work/round-$round/drafter"
     done=$((round - first + 1))
     if ((round == last || (done & (done - 1)) == 0)); then
-        stage "fall-$round" learn "fall-$round" "$round" "$start" --trainer.max_epochs 2 --model.optim.decay_share 1 \
-            --model.optim.warmup_steps 0
-        measured="$work/fall-$round/drafter" copying=off
+        both fall "$start"
+        mean "fall-$round" "$work/fall-part-$one/drafter" "$work/fall-part-$two/drafter"
+        measured="$work/fall-$round" copying=off
         if ((round == last)); then
             copying="off on"
             if [ -n "${START:-}" ]; then
-                stage "mean-$round" python scripts/average.py "$START" "$measured" --out "$work/mean-$round"
+                mean "mean-$round" "$START" "$measured"
                 measured="$work/mean-$round"
             fi
         fi
         stage "measure-$round" measure "$round" "$measured" $copying
     fi
-    rm -rf "$work/states-$round"
+    rm -rf "$work/states-$one" "$work/states-$two"
 done
 
-if [ -n "${START:-}" ]; then
-    python scripts/average.py "$work/mean-$last" --out "$out"
-else
-    drafter export "$work/fall-$last/checkpoints/last.ckpt" --out "$out"
-fi
+python scripts/average.py "$measured" --out "$out"
 python - "$work" "$first" "$last" "${START:-}" "${TEXT:-}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
@@ -128,7 +153,7 @@ print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {l
 print("| stage | core-hours and result |\n|---|---|")
 for line in (work / "log").read_text().splitlines():
     name, _, result = line.partition(": ")
-    if not name.startswith(("mean", "measure")):
+    if "part" in name or name.startswith("answers"):
         print(f"| {name} | {result} |")
 print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")

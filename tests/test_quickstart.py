@@ -1,11 +1,15 @@
-"""The quickstart in small, on the real default target: fetch, answer, 30 training steps, export, decode, compare."""
+"""What the README and the card tell to run, in small, on the real default target."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from drafter.cli.main import main
+from drafter.models.drafter import RecurrentDrafter
 from tests.cli.test_decode import rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +20,7 @@ PROMPTS = ROOT / "scripts" / "quickstart-prompts.jsonl"
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fetch, answer, 30 training steps, export, decode, compare."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert main(["target", "fetch", TARGET]) == 0
@@ -49,3 +54,23 @@ def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureF
     example = readme.partition("```python\n")[2].partition("```")[0]
     exec(example, {})
     assert capsys.readouterr().out.count("tokens per step") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="the script makes .venv")
+def test_shipped_drafter_in_small(tmp_path: Path) -> None:
+    """Two rounds from new weights: parts one after the other, then side by side; a second call does nothing again."""
+    prompts, work = tmp_path / "evaluation.jsonl", tmp_path / "work"
+    prompts.write_text(PROMPTS.read_text().splitlines()[0])
+    places = {"WORK": str(work), "OUT": str(tmp_path / "drafter"), "EVALUATION": str(prompts)}
+    logs = []
+    for _ in range(2):
+        command = ["bash", str(ROOT / "scripts" / "train_shipped.sh"), "2"]
+        subprocess.run(command, env=os.environ | places | {"PROMPTS": "4", "EPOCHS": "1"}, check=True)
+        logs.append((work / "log").read_text())
+    assert logs[0] == logs[1] and all(f"part-{part}: " in logs[0] for part in (1, 2, 3, 4))
+    assert [len(rows_of(work / f"acceptance-{number}.jsonl")) for number in (1, 2)] == [3, 6]
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "rounds 1 to 2, from new weights" in card and card.count("| 2 | 1 of evaluation.jsonl x 128 |") == 6
+    assert RecurrentDrafter.from_pretrained(tmp_path / "drafter").config.head == "tied"

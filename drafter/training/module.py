@@ -26,6 +26,7 @@ from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
 from drafter.training.callbacks import last_checkpoint
 from drafter.training.losses import count_better, exact_loss, sampled_loss
+from drafter.training.optimizer import MuonAdam
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
 
@@ -169,9 +170,12 @@ class DrafterModule(LightningModule):
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
-        """Adam; the schedule runs over the steps of the whole run."""
-        options = self.optim_options
-        optimizer = torch.optim.Adam(self.drafter.parameters(), lr=options.lr, betas=(0.9, 0.99))
+        """The schedule runs over the steps of the whole run."""
+        options, parameters = self.optim_options, self.drafter.parameters()
+        if options.optimizer == "muon":
+            optimizer: torch.optim.Adam = MuonAdam(parameters, options.lr, self.teacher.weight_RD.dtype)
+        else:
+            optimizer = torch.optim.Adam(parameters, lr=options.lr, betas=(0.9, 0.99))
         factor = options.factor(self.trainer.estimated_stepping_batches, self._time_share)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -78,9 +78,10 @@ class Objective(Checked):
 
 @dataclass(frozen=True)
 class OptimOptions(Checked):
-    """The learning rate over the steps of the run.
+    """The optimizer, and the learning rate over the steps of the run.
 
     Attributes:
+        optimizer: muon steps matrices by Muon and other weights by Adam, adam everything by Adam.
         lr: peak learning rate.
         warmup_steps: steps of linear rise from 0.
         schedule: ``wsd`` stays at the peak and falls linearly over the last ``decay_share`` of the steps; ``cosine``
@@ -91,6 +92,7 @@ class OptimOptions(Checked):
     """
 
     prefix: ClassVar[str] = "--model.optim."
+    optimizer: Literal["muon", "adam"] = "adam"
     lr: float = within(1e-3, above=0.0)
     warmup_steps: int = within(100, low=0)
     schedule: Literal["wsd", "cosine"] = "wsd"
