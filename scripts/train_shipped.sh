@@ -33,6 +33,7 @@ use_venv
 work=${WORK:-runs/shipped} out=${OUT:-drafter/assets/smollm2-135m}
 evaluation=${EVALUATION:-evaluation} exclude=${EVALUATION:-drafter/assets/evaluation-prompts.jsonl}
 mkdir -p "$work"
+drafter target fetch smollm2-135m
 
 # Run a command unless it is finished; the log gets the name, the core-hours and the command's last line. A subshell, as
 # bash would count the time of a background command that ends meanwhile.
@@ -126,12 +127,14 @@ for round in $(seq "$first" "$last"); do
     done=$((round - first + 1))
     if ((round == last || (done & (done - 1)) == 0)); then
         both fall "$start"
-        mean "fall-$round" "$work/fall-part-$one/drafter" "$work/fall-part-$two/drafter"
+        made_of=("$work/fall-part-$one/drafter" "$work/fall-part-$two/drafter")
+        mean "fall-$round" "${made_of[@]}"
         measured="$work/fall-$round" copying=off
         if ((round == last)); then
             copying="off on"
             if [ -n "${START:-}" ]; then
-                mean "mean-$round" "$START" "$measured"
+                made_of=("$START" "$measured")
+                mean "mean-$round" "${made_of[@]}"
                 measured="$work/mean-$round"
             fi
         fi
@@ -140,7 +143,7 @@ for round in $(seq "$first" "$last"); do
     rm -rf "$work/states-$one" "$work/states-$two"
 done
 
-python scripts/average.py "$measured" --out "$out"
+python scripts/average.py "${made_of[@]}" --out "$out"
 python - "$work" "$first" "$last" "${START:-}" "${TEXT:-}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
@@ -151,10 +154,12 @@ read = "and other text" if sys.argv[5] else "alone"
 end = " The weights are the mean of those at the beginning and at the end." if start else ""
 print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts {read}. The last fall began at the weights of all rounds.{end}\n")
 print("| stage | core-hours and result |\n|---|---|")
-for line in (work / "log").read_text().splitlines():
-    name, _, result = line.partition(": ")
+lines = [line.partition(": ") for line in (work / "log").read_text().splitlines()]
+for name, _, result in lines:
     if "part" in name or name.startswith("answers"):
         print(f"| {name} | {result} |")
+positions = sum(int(result.split()[-2]) for name, _, result in lines if "part" in name)
+print(f"\nIn all {positions / 1e6:.1f} million positions, those of earlier falls included.")
 print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
 for number in range(first, last + 1):

@@ -161,16 +161,16 @@ def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
 
 
 def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
-    """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data."""
+    """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data, or mean_of."""
     config = drafter.config
+    trained = f" on {facts['trained_positions']:,} positions in {facts['steps']:,} steps"
     rate = facts.get("metrics", {}).get("val/tokens_per_step")
     return _CARD.read_text(encoding="utf-8").format(
         **{name: getattr(config, name) for name in ("head", "num_outputs", "vocab_size", "draft_length")},
         target=_plain(config.target_name or "an unnamed target"),
         revision=f" (revision `{_plain(config.target_revision)}`)" if config.target_revision else "",
         num_parameters=sum(weight.numel() for weight in drafter.parameters()),
-        trained_positions=facts["trained_positions"],
-        steps=facts["steps"],
+        trained="; the weights are a mean" if "mean_of" in facts else trained,
         measured="" if rate is None else f" Tokens per step on held-out prompts, greedy: {rate:.2f}.",
         training=json.dumps({"model": facts["training"], "data": facts["data"]}, indent=2, default=str),
     )
