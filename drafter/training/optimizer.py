@@ -5,6 +5,7 @@ Shapes: N, M sizes of a matrix, N at most M.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,9 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # of a singular value s: a s + b s^3 + c s
 
 
 class MuonAdam(torch.optim.Adam):
-    """Adam, but a matrix's step is the running mean of its gradients with singular values near 1.
+    """Adam for vectors; the step of a matrix is the running mean of its gradients with singular values near 1.
 
-    The step is scaled to the size that Adam's usually has, so the learning rates of Adam serve. Sources: Muon
+    That step is scaled to the usual size of Adam's, so the learning rates of Adam serve. Sources: Muon
     (kellerjordan.github.io/posts/muon), arXiv 2502.16982. ``torch.optim.Muon`` computes in bfloat16 alone, which takes
     a processor without instructions for it half a minute a step.
 
@@ -31,8 +32,8 @@ class MuonAdam(torch.optim.Adam):
         self._dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """One step; returns the loss of the closure, which computes the gradients. Those of matrices are freed."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; return the loss of the closure, which computes the gradients. Those of matrices are freed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
