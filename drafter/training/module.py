@@ -198,6 +198,7 @@ class DrafterModule(LightningModule):
             "num_positions": self.num_positions,
             "seconds": self._seconds(),
             "num_processes": self.trainer.world_size,
+            "optimizer": self.optim_options.optimizer,
             "data": self.data.summary,
             "metrics": {
                 key: value for key, value in metrics.items() if key.startswith("val/") and math.isfinite(value)
@@ -206,11 +207,17 @@ class DrafterModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
-        before, now = checkpoint["num_processes"], self.trainer.world_size
+        num_before, num_now = checkpoint["num_processes"], self.trainer.world_size
+        if num_before != num_now:
+            raise ValueError(
+                f"the checkpoint was written by {num_before} process(es) and this run has {num_now}: resume with as "
+                "many, or start a new run from its weights with --model.init_from"
+            )
+        before, now = checkpoint["optimizer"], self.optim_options.optimizer
         if before != now:
             raise ValueError(
-                f"the checkpoint was written by {before} process(es) and this run has {now}: resume with as many, or "
-                "start a new run from its weights with --model.init_from"
+                f"the checkpoint was written with the optimizer {before}, and --model.optim.optimizer is {now}: resume "
+                f"with {before}, or start a new run from its weights with --model.init_from"
             )
         # --trainer.max_time counts from each start; the time of earlier starts would stop the run at once.
         checkpoint["callbacks"].pop(Timer.__qualname__, None)

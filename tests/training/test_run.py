@@ -308,6 +308,8 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     for file in sorted(tmp_path.glob("*.ckpt")):
         more = ("--trainer.max_steps", str(NUM_STEPS + 1), "--ckpt_path", str(file))
         refused(["train", *words(place, tmp_path / "run", *more)], file.name)
+    more = ("--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--model.optim.optimizer", "muon")
+    refused(["train", *words(place, tmp_path / "run", *more)], "adam", "--model.optim.optimizer is muon")
 
 
 @pytest.mark.parametrize(
