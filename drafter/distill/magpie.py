@@ -1,10 +1,12 @@
 """Prompts that the target invents (Magpie, arXiv 2406.08464).
 
 An instruction-tuned model that continues its chat template after the opening of the user turn writes a user's question.
-So no data set is needed to train a drafter.
+So no data set is needed to train a drafter. Left alone, a small model invents mostly plans and stories: every other
+question, by lot, begins with the first words of one of the package's prompts, which are of ten kinds.
 """
 
 import itertools
+import random
 import re
 import zlib
 from collections import Counter
@@ -20,7 +22,7 @@ from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import open_journal
-from drafter.distill.prompts import derive_seed
+from drafter.distill.prompts import BUILTIN_PROMPTS, derive_seed, select_prompts
 from drafter.engine.engine import Engine
 from drafter.targets.chat import limited_map, render_chat, what_runs
 
@@ -28,6 +30,7 @@ _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
 _BLOCK = 64  # candidates in one batch
 _MAX_BARREN_BLOCKS = 8
+_MAX_WORDS = 4  # of a package's prompt
 _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of an invented prompt
 
 
@@ -53,6 +56,15 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
             f"the chat template of target {name!r} does not open, show once and end a user message: give --prompts FILE"
         )
     return list(opening_ids), replace(_PARAMS, stop=stop, stop_token_ids=stop_ids)
+
+
+def first_words(prompts: Sequence[str], seed: int) -> str:
+    """The words that a question begins with, at most half of a prompt; for half of the seeds none."""
+    chance = random.Random(seed)
+    if chance.random() < 0.5:
+        return ""
+    words = chance.choice(prompts).split()
+    return " ".join(words[: chance.randint(1, min(_MAX_WORDS, len(words) // 2))])
 
 
 def problem_of(text: str, special_tokens: Sequence[str]) -> str | None:
@@ -83,8 +95,11 @@ def invent_prompts(
     opening_ids, params = user_opening(tokenizer, engine.target.name)
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    prompts = [str(row.messages[0]["content"]) for row in select_prompts(BUILTIN_PROMPTS)[0]]
     with (
-        open_journal(path, {**sampling, "seed": seed, **recorded}, {"candidate": int, "prompt": str}) as journal,
+        open_journal(
+            path, {**sampling, "first_words": _MAX_WORDS, "seed": seed, **recorded}, {"candidate": int, "prompt": str}
+        ) as journal,
         tqdm(total=num_prompts, initial=min(len(journal.rows), num_prompts), desc="inventing", unit="prompt") as bar,
     ):
         found = {row["prompt"] for row in journal.rows}
@@ -99,8 +114,14 @@ def invent_prompts(
                     f"more ({counts}): lower --num-prompts or give --prompts FILE"
                 )
             block = [replace(params, seed=derive_seed(seed, "magpie", start + place)) for place in range(_BLOCK)]
-            for candidate, made in enumerate(engine.generate([opening_ids] * _BLOCK, block), start):
-                text = made.text.strip()
+            words = [first_words(prompts, derive_seed(seed, "words", start + place)) for place in range(_BLOCK)]
+            words_ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [] for text in words]
+            made_texts = engine.generate([opening_ids + ids for ids in words_ids], block)
+            for candidate, (ids, made) in enumerate(zip(words_ids, made_texts, strict=True), start):
+                # Decoded as one text: some tokenizers drop the space before a text's first word.
+                ids += [token for token in made.token_ids if token not in params.stop_token_ids]
+                text = engine.target.decode(ids)
+                text = min((text.partition(stop)[0] for stop in params.stop), key=len, default=text).strip()
                 problem = problem_of(text, special) if made.finish_reason == "stop" else "cut"
                 problem = "seen before" if problem is None and text in found else problem
                 if problem is not None:

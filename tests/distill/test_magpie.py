@@ -1,5 +1,6 @@
 """Invented prompts: the opening of the user's turn, the filters, and interruptions."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 
 from drafter.decoding.params import SamplingParams
 from drafter.distill.magpie import invent_prompts, problem_of, user_opening
-from drafter.distill.prompts import select_prompts
+from drafter.distill.prompts import BUILTIN_PROMPTS, select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -56,15 +57,19 @@ def test_filters(text: str, problem: str | None) -> None:
 class FakeEngine:
     """Candidate texts that follow from the seed, some of them unusable."""
 
-    target = SimpleNamespace(tokenizer=TOKENIZER, name="tiny")
+    target = SimpleNamespace(
+        tokenizer=TOKENIZER, name="tiny", decode=lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True)
+    )
+    after = ""
 
     def __init__(self, num_texts: int = 10**6) -> None:
         self.num_texts = num_texts
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[SimpleNamespace]:
         for seed in (item.seed for item in params):
-            text = ("short {}", "What about number {}, my friend?")[seed % 2].format(seed % self.num_texts)
-            yield SimpleNamespace(text=text, finish_reason="stop" if seed % 5 else "length")
+            text = (" short {}", " about number {}, my friend?")[seed % 2].format(seed % self.num_texts) + self.after
+            token_ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], 3]
+            yield SimpleNamespace(token_ids=token_ids, finish_reason="stop" if seed % 5 else "length")
 
 
 def invent(path: Path, engine: Any, num_prompts: int):
@@ -85,7 +90,25 @@ def test_invented_prompts_are_usable_and_the_same_after_interruptions(tmp_path: 
     assert invent(path, SimpleNamespace(target=FakeEngine.target), 200) == (prompts, {}), "nothing is asked again"
 
 
-def test_repeated_texts_are_dropped(tmp_path: Path) -> None:
+def test_half_of_the_questions_begin_with_words_of_the_package(tmp_path: Path) -> None:
+    texts = [prompt.messages[0]["content"] for prompt in invent(tmp_path / "p.jsonl", FakeEngine(), 200)[0]]
+    begun = [re.split(" about number| short", text)[0] for text in texts if not text.startswith("about")]
+    assert 100 < len(begun) < 150 and {"What is the", "List"} <= set(begun)
+    package = [prompt.messages[0]["content"] for prompt in select_prompts(BUILTIN_PROMPTS)[0]]
+    for text in begun:
+        assert len(text.split()) <= 4 and any(prompt.startswith(text + " ") for prompt in package), text
+
+
+def test_words_that_end_a_turn_are_cut(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.target = SimpleNamespace(tokenizer=tiny_tokenizer(WORDS), name="tiny", decode=TOKENIZER.decode)
+    engine.after = "\n### end"
+    prompts, _ = invent(tmp_path / "p.jsonl", engine, 30)
+    assert all(re.search(r"(my friend\?|short \d+)$", prompt.messages[0]["content"]) for prompt in prompts)
+
+
+def test_repeated_texts_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.distill.magpie.first_words", lambda prompts, seed: "")
     prompts, dropped = invent(tmp_path / "p.jsonl", FakeEngine(num_texts=40), 12)
     assert len({prompt.messages[0]["content"] for prompt in prompts}) == 12 and dropped["seen before"] > 0
     with pytest.raises(ValueError, match="'tiny' invented .* of 60 usable prompts and then no more .*seen before"):
