@@ -59,7 +59,7 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
 
 
 def first_words(prompts: Sequence[str], seed: int) -> str:
-    """The words that a question begins with, at most half of a prompt; for half of the seeds none."""
+    """The words that a question begins with: at most half of one of the prompts, and none for half of the seeds."""
     chance = random.Random(seed)
     if chance.random() < 0.5:
         return ""
@@ -119,9 +119,11 @@ def invent_prompts(
             made_texts = engine.generate([opening_ids + ids for ids in words_ids], block)
             for candidate, (ids, made) in enumerate(zip(words_ids, made_texts, strict=True), start):
                 # Decoded as one text: some tokenizers drop the space before a text's first word.
-                ids += [token for token in made.token_ids if token not in params.stop_token_ids]
-                text = engine.target.decode(ids)
-                text = min((text.partition(stop)[0] for stop in params.stop), key=len, default=text).strip()
+                made_ids = [token for token in made.token_ids if token not in params.stop_token_ids]
+                text = engine.target.decode([*ids, *made_ids])
+                for stop in params.stop:
+                    text = text.partition(stop)[0]
+                text = text.strip()
                 problem = problem_of(text, special) if made.finish_reason == "stop" else "cut"
                 problem = "seen before" if problem is None and text in found else problem
                 if problem is not None:

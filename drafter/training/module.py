@@ -206,7 +206,7 @@ class DrafterModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the measured constants of the interrupted run; refuse a checkpoint of another shape."""
+        """Take over the measured constants of the interrupted run; refuse one of another shape or optimizer."""
         num_before, num_now = checkpoint["num_processes"], self.trainer.world_size
         if num_before != num_now:
             raise ValueError(
