@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """The mean of the weights of drafters of one shape, as an exported folder.
 
-    scripts/average.py drafter/assets/smollm2-135m runs/new/checkpoints/last.ckpt --out my-drafter
+    scripts/average.py drafter/assets/smollm2-135m runs/new/checkpoints/last.ckpt --out my-drafter [--answers FILE..]
 
 The mean of the weights before and after a further training keeps most of what the training brought on its own kind of
 text, and drafted other text better than both (docs/notebook.md). Source: arXiv 2109.01903.
+
+A drafter keeps the draft tokens that its first answers chose. A tied head has no weights of tokens, so ``--answers``
+may choose them anew, from all answers that were learnt since.
 """
 
 import argparse
@@ -12,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from drafter.data.module import ChatDataModule
 from drafter.integrations.export import export
 from drafter.models.checkpoint import drafter_of_checkpoint
 from drafter.models.drafter import RecurrentDrafter
-from drafter.training.build import expect_same_shape
+from drafter.training.build import choose_draft_tokens, expect_same_shape
 from drafter.utils.io import first_line
 
 
@@ -23,10 +27,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="+", help="folders or checkpoints; the last one has the draft vocabulary")
     parser.add_argument("--out", type=Path, required=True, help="folder of the mean")
+    parser.add_argument("--answers", nargs="+", metavar="FILE", help="rows whose answers choose the draft tokens")
     args = parser.parse_args()
     try:
         drafters = [drafter_of_checkpoint(name).float() for name in args.drafters]
-        export(mean_of(drafters), args.out, facts={"mean_of": args.drafters})
+        drafter = mean_of(drafters)
+        if args.answers:
+            if drafter.config.head != "tied":
+                raise ValueError("--answers is for a tied head: the weights of another one belong to its draft tokens")
+            data = ChatDataModule(args.answers, drafter.config.target_name)
+            data.setup()
+            size, end = drafter.config.num_outputs, data.tokenizer.eos_token_id
+            print(choose_draft_tokens(drafter, data, size, always=[end]))
+        export(drafter, args.out, facts={"mean_of": args.drafters})
     except (OSError, ValueError) as error:
         parser.error(first_line(error))
     print(f"the mean of {len(drafters)} drafters is in {args.out}")

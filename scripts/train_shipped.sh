@@ -3,14 +3,15 @@
 #   scripts/train_shipped.sh [ROUNDS]
 # A round has two parts, each a program with half of the processor's cores, which together do more than one with all. A
 # part invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. The next
-# round goes on from the mean of both parts' weights (arXiv 1805.09767). New weights have no useful mean yet: in a first
-# round from them, the second part goes on from the first. After round 1, 2, 4, 8 .. and the last, copies learn both
-# parts once more while the rate falls to zero, and the tokens per step of their mean are measured: acceptance-ROUND.jsonl
-# are the curve. The last mean goes to OUT, with a card.
+# round goes on from the mean of both parts' weights (arXiv 1805.09767), with draft tokens chosen from all answers so far.
+# New weights have no useful mean yet: in a first round from them, the second part goes on from the first. After round 1,
+# 2, 4, 8 .. and the last, copies learn both parts once more while the rate falls to zero, and the tokens per step of
+# their mean are measured: acceptance-ROUND.jsonl are the curve. The last mean goes to OUT, with a card.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
-# START: a drafter, whose weights the first round goes on from (default: new weights); OUT is then the mean of START's
-# weights and the last mean. FIRST: number of the first round (default: 1). The numbers of a round's parts, twice its own
-# and the one before, decide the prompts: on another machine, give numbers that were not used.
+# START: a drafter, whose weights the first round goes on from (default: new weights); the draft tokens stay START's, and
+# OUT is the mean of START's weights and the last mean. FIRST: number of the first round (default: 1). The numbers of a
+# round's parts, twice its own and the one before, decide the prompts: on another machine, give numbers that were not
+# used.
 # WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 5 GB. OUT: folder of the drafter.
 # EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
 # conversations for each part, 1.jsonl.gz ..., to learn beside the answers (default: none).
@@ -59,7 +60,7 @@ answer() {
 #   learn PART DRAFTER
 #   fall PART DRAFTER
 learn() {
-    stage "part-$1" train_part "$@" --trainer.max_epochs "${EPOCHS:-3}" --model.optim.decay_share 0 \
+    stage "part-$1" train_part "$@" --trainer.max_epochs "${EPOCHS:-1}" --model.optim.decay_share 0 \
         --model.optim.warmup_steps "$([ -n "$2" ] && echo 15 || echo 100)"
 }
 fall() {
@@ -106,7 +107,7 @@ measure() {
         "W28 L5 N64" --copying "${@:3}" --results "$work/acceptance-$1.jsonl"
 }
 
-last=$((first + rounds - 1)) beside=
+last=$((first + rounds - 1)) beside= learnt=()
 threads=$(python -c 'import torch; print(torch.get_num_threads())')
 export OMP_NUM_THREADS
 # Else glibc gives memory back after each operation and asks for it again: hidden states take 1.4 times as long.
@@ -117,13 +118,20 @@ for round in $(seq "$first" "$last"); do
     both answer
     if [ -n "$start" ]; then
         both learn "$start"
-        mean "round-$round" "$work/part-$one/drafter" "$work/part-$two/drafter"
-        start="$work/round-$round"
+        ends=("$work/part-$one/drafter" "$work/part-$two/drafter")
     else
         learn "$one" ""
         learn "$two" "$work/part-$one/drafter"
-        start="$work/part-$two/drafter"
+        ends=("$work/part-$two/drafter")
     fi
+    if [ -z "${START:-}" ]; then
+        for part in "$one" "$two"; do
+            learnt+=("$work/answers-$part.jsonl" ${TEXT:+"$TEXT/$part.jsonl.gz"})
+        done
+        ends+=(--answers "${learnt[@]}")
+    fi
+    mean "round-$round" "${ends[@]}"
+    start="$work/round-$round"
     done=$((round - first + 1))
     if ((round == last || (done & (done - 1)) == 0)); then
         both fall "$start"

@@ -71,6 +71,10 @@ def test_shipped_drafter_in_small(tmp_path: Path) -> None:
         logs.append((work / "log").read_text())
     assert logs[0] == logs[1] and all(f"part-{part}: " in logs[0] for part in (1, 2, 3, 4))
     assert [len(rows_of(work / f"acceptance-{number}.jsonl")) for number in (1, 2)] == [3, 6]
+    for number in (1, 2):
+        assert (
+            "draft vocabulary: 8,192 tokens cover 100.00% of the answers" in (work / f"round-{number}.out").read_text()
+        )
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert "rounds 1 to 2, from new weights" in card and card.count("| 2 | 1 of evaluation.jsonl x 128 |") == 6
     assert RecurrentDrafter.from_pretrained(tmp_path / "drafter").config.head == "tied"

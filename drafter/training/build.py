@@ -58,11 +58,8 @@ def build_drafter(
         drafter.config.draft_length, drafter.config.target_name = config.draft_length, config.target_name
         notes.append(f"weights start from {init_from}")
     if not has_tokens:
-        count_V = data.token_counts(target.vocab_size)
-        ids_R = choose_draft_vocabulary(count_V, config.num_outputs, always=target.eos_token_ids)
-        drafter.set_draft_token_ids(ids_R).config.draft_vocab_size = config.draft_vocab_size
-        share = float(count_V[ids_R].sum() / count_V.sum().clamp_min(1))
-        notes.append(f"draft vocabulary: {len(ids_R):,} tokens cover {share:.2%} of the answers")
+        notes.append(choose_draft_tokens(drafter, data, config.num_outputs, target.eos_token_ids))
+        drafter.config.draft_vocab_size = config.draft_vocab_size
     return drafter.bind(target), notes
 
 
@@ -85,6 +82,19 @@ def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"drafter: {total:,} parameters ({listed})"
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
     yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
+
+
+def choose_draft_tokens(drafter: RecurrentDrafter, data: Any, size: int, always: Iterable[int]) -> str:
+    """Set the drafter's draft vocabulary: the ``size`` most frequent tokens of the answers of ``data``, and ``always``.
+
+    Returns:
+        A line for the user about it.
+    """
+    count_V = data.token_counts(drafter.config.vocab_size)
+    ids_R = choose_draft_vocabulary(count_V, size, always)
+    drafter.set_draft_token_ids(ids_R)
+    share = float(count_V[ids_R].sum() / count_V.sum().clamp_min(1))
+    return f"draft vocabulary: {size:,} tokens cover {share:.2%} of the answers"
 
 
 def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
