@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from drafter.data.encode import stop_token_ids
 from drafter.data.module import ChatDataModule
 from drafter.integrations.export import export
 from drafter.models.checkpoint import drafter_of_checkpoint
@@ -37,8 +38,8 @@ def main() -> None:
                 raise ValueError("--answers is for a tied head: the weights of another one belong to its draft tokens")
             data = ChatDataModule(args.answers, drafter.config.target_name)
             data.setup()
-            size, end = drafter.config.num_outputs, data.tokenizer.eos_token_id
-            print(choose_draft_tokens(drafter, data, size, always=[end]))
+            ends = stop_token_ids(data.tokenizer)
+            print(choose_draft_tokens(drafter, data, drafter.config.num_outputs, always=ends))
         export(drafter, args.out, facts={"mean_of": args.drafters})
     except (OSError, ValueError) as error:
         parser.error(first_line(error))
