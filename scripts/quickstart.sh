@@ -8,11 +8,13 @@ use_venv
 
 run=runs/quickstart
 drafter target fetch smollm2-135m
-drafter distill --target smollm2-135m --out $run/answers.jsonl --max-new-tokens 128 --temperature 0,0.7 --num-answers 2
+drafter distill --target smollm2-135m --out $run/answers.jsonl --max-new-tokens 128 \
+    --temperature 0,0.7,1,0.7 --num-answers 4
 if [ ! -e $run/drafter ]; then
     drafter train --config smollm2-135m-quick --ckpt_path last
     drafter export $run/checkpoints/last.ckpt --out $run/drafter
 fi
+rm -rf $run/states
 # Every text equals plain decoding, token for token: first with the drafter that was just made.
 drafter decode --target smollm2-135m --drafter $run/drafter --prompts scripts/quickstart-prompts.jsonl \
     --max-new-tokens 96 --compare --method drafter --out $run/decoded.jsonl
