@@ -14,7 +14,7 @@ if [ ! -e $run/drafter ]; then
     drafter train --config smollm2-135m-quick --ckpt_path last
     drafter export $run/checkpoints/last.ckpt --out $run/drafter
 fi
-rm -rf $run/states
+rm -rf $run/states # 70 MB, of use to the training alone
 # Every text equals plain decoding, token for token: first with the drafter that was just made.
 drafter decode --target smollm2-135m --drafter $run/drafter --prompts scripts/quickstart-prompts.jsonl \
     --max-new-tokens 96 --compare --method drafter --out $run/decoded.jsonl
