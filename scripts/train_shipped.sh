@@ -5,11 +5,14 @@
 # part invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. The next
 # round goes on from the mean of both parts' weights (arXiv 1805.09767), with draft tokens chosen from all answers so far.
 # New weights have no useful mean yet: in a first round from them, the second part goes on from the first. After round 1,
-# 2, 4, 8 .. and the last, copies learn both parts once more while the rate falls to zero, and the tokens per step of
-# their mean are measured: acceptance-ROUND.jsonl are the curve. The last mean goes to OUT, with a card.
-# Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped.
+# 2, 4, 8 .. and the last, copies learn both parts once more while the rate falls to zero, and their mean is a fall. The
+# mean of the last two falls goes to OUT, with a card: it drafts other kinds of text better than the last fall alone
+# (docs/notebook.md). The tokens per step of each fall, and of that mean instead of the last fall, are measured:
+# acceptance-ROUND.jsonl are the curve.
+# Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped, and the falls of
+# the calls before count.
 # START: a drafter, whose weights the first round goes on from (default: new weights); the draft tokens stay START's, and
-# OUT is the mean of START's weights and the last mean. FIRST: number of the first round (default: 1). The numbers of a
+# OUT is the mean of START's weights and the last fall. FIRST: number of the first round (default: 1). The numbers of a
 # round's parts, twice its own and the one before, decide the prompts: on another machine, give numbers that were not
 # used.
 # WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 5 GB. OUT: folder of the drafter.
@@ -107,7 +110,7 @@ measure() {
         "W28 L5 N64" --copying "${@:3}" --results "$work/acceptance-$1.jsonl"
 }
 
-last=$((first + rounds - 1)) beside= learnt=()
+last=$((first + rounds - 1)) beside= learnt=() falls=()
 threads=$(python -c 'import torch; print(torch.get_num_threads())')
 export OMP_NUM_THREADS
 # Else glibc gives memory back after each operation and asks for it again: hidden states take 1.4 times as long.
@@ -131,36 +134,34 @@ for round in $(seq "$first" "$last"); do
         ends+=(--answers "${learnt[@]}")
     fi
     mean "round-$round" "${ends[@]}"
-    start="$work/round-$round"
+    start="$work/round-$round" measured=
     done=$((round - first + 1))
     if ((round == last || (done & (done - 1)) == 0)); then
         both fall "$start"
-        made_of=("$work/fall-part-$one/drafter" "$work/fall-part-$two/drafter")
-        mean "fall-$round" "${made_of[@]}"
+        mean "fall-$round" "$work/fall-part-$one/drafter" "$work/fall-part-$two/drafter"
         measured="$work/fall-$round" copying=off
-        if ((round == last)); then
-            copying="off on"
-            if [ -n "${START:-}" ]; then
-                made_of=("$START" "$measured")
-                mean "mean-$round" "${made_of[@]}"
-                measured="$work/mean-$round"
-            fi
-        fi
-        stage "measure-$round" measure "$round" "$measured" $copying
     fi
+    if [ -d "$work/fall-$round" ]; then falls+=("$work/fall-$round"); fi
+    if ((round == last)); then
+        made_of=("${falls[@]: -2}") copying="off on"
+        if [ -n "${START:-}" ]; then made_of=("$START" "${falls[-1]}"); fi
+        mean "mean-$round" "${made_of[@]}"
+        measured="$work/mean-$round"
+    fi
+    if [ -n "$measured" ]; then stage "measure-$round" measure "$round" "$measured" $copying; fi
     rm -rf "$work/states-$one" "$work/states-$two"
 done
 
 python scripts/average.py "${made_of[@]}" --out "$out"
-python - "$work" "$first" "$last" "${START:-}" "${TEXT:-}" >> "$out/README.md" << 'CARD'
+python - "$work" "$first" "$last" "${START:-}" "${TEXT:-}" "${made_of[@]}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
 
 work, first, last, start = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 begin = f"from the weights of `{Path(start).name}`" if start else "from new weights"
 read = "and other text" if sys.argv[5] else "alone"
-end = " The weights are the mean of those at the beginning and at the end." if start else ""
-print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts {read}. The last fall began at the weights of all rounds.{end}\n")
+parts = " and ".join(f"`{Path(name).name}`" for name in sys.argv[6:])
+print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts {read}. A fall begins at the weights of all rounds before. The weights are the mean of {parts}.\n")
 print("| stage | core-hours and result |\n|---|---|")
 lines = [line.partition(": ") for line in (work / "log").read_text().splitlines()]
 for name, _, result in lines:
@@ -168,7 +169,7 @@ for name, _, result in lines:
         print(f"| {name} | {result} |")
 positions = sum(int(result.split()[-2]) for name, _, result in lines if "part" in name)
 print(f"\nIn all {positions / 1e6:.1f} million positions, those of earlier falls included.")
-print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text:\n")
+print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text; the last are of these weights, those before of single falls:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
 for number in range(first, last + 1):
     file = work / f"acceptance-{number}.jsonl"

@@ -76,5 +76,6 @@ def test_shipped_drafter_in_small(tmp_path: Path) -> None:
             "draft vocabulary: 8,192 tokens cover 100.00% of the answers" in (work / f"round-{number}.out").read_text()
         )
     card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "rounds 1 to 2, from new weights" in card and card.count("| 2 | 1 of evaluation.jsonl x 128 |") == 6
+    assert "rounds 1 to 2, from new weights" in card and "the mean of `fall-1` and `fall-2`" in card
+    assert card.count("| 2 | 1 of evaluation.jsonl x 128 |") == 6
     assert RecurrentDrafter.from_pretrained(tmp_path / "drafter").config.head == "tied"
