@@ -5,10 +5,10 @@
 # part invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. The next
 # round goes on from the mean of both parts' weights (arXiv 1805.09767), with draft tokens chosen from all answers so far.
 # New weights have no useful mean yet: in a first round from them, the second part goes on from the first. After round 1,
-# 2, 4, 8 .. and the last, copies learn both parts once more while the rate falls to zero, and their mean is a fall. The
-# mean of the last two falls goes to OUT, with a card: it drafts other kinds of text better than the last fall alone
-# (docs/notebook.md). The tokens per step of each fall, and of that mean instead of the last fall, are measured:
-# acceptance-ROUND.jsonl are the curve.
+# 2, 4, 8 .. and the last, copies learn both parts once more while the rate falls to zero; the mean of both is a fall. The
+# last fall goes to OUT, with a card; of three falls or more the mean of the last two, which drafts kinds of text better
+# that the last rounds lacked (docs/notebook.md). The tokens per step of every fall, and of what goes to OUT in place of
+# the last, are measured: acceptance-ROUND.jsonl are the curve.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped, and the falls of
 # the calls before count.
 # START: a drafter, whose weights the first round goes on from (default: new weights); the draft tokens stay START's, and
@@ -143,10 +143,16 @@ for round in $(seq "$first" "$last"); do
     fi
     if [ -d "$work/fall-$round" ]; then falls+=("$work/fall-$round"); fi
     if ((round == last)); then
-        made_of=("${falls[@]: -2}") copying="off on"
-        if [ -n "${START:-}" ]; then made_of=("$START" "${falls[-1]}"); fi
-        mean "mean-$round" "${made_of[@]}"
-        measured="$work/mean-$round"
+        made_of=("${falls[-1]}") copying="off on"
+        if [ -n "${START:-}" ]; then
+            made_of=("$START" "${falls[-1]}")
+        elif ((${#falls[@]} > 2)); then
+            made_of=("${falls[@]: -2}")
+        fi
+        if ((${#made_of[@]} == 2)); then
+            mean "mean-$round" "${made_of[@]}"
+            measured="$work/mean-$round"
+        fi
     fi
     if [ -n "$measured" ]; then stage "measure-$round" measure "$round" "$measured" $copying; fi
     rm -rf "$work/states-$one" "$work/states-$two"
@@ -160,8 +166,8 @@ from pathlib import Path
 work, first, last, start = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 begin = f"from the weights of `{Path(start).name}`" if start else "from new weights"
 read = "and other text" if sys.argv[5] else "alone"
-parts = " and ".join(f"`{Path(name).name}`" for name in sys.argv[6:])
-print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts {read}. A fall begins at the weights of all rounds before. The weights are the mean of {parts}.\n")
+parts = "the mean of " * (len(sys.argv) > 7) + " and ".join(f"`{Path(name).name}`" for name in sys.argv[6:])
+print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {last}, {begin}, from invented prompts {read}. A fall begins at the weights of all rounds before. The weights are {parts}.\n")
 print("| stage | core-hours and result |\n|---|---|")
 lines = [line.partition(": ") for line in (work / "log").read_text().splitlines()]
 for name, _, result in lines:

@@ -60,22 +60,23 @@ def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureF
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="the script makes .venv")
 def test_shipped_drafter_in_small(tmp_path: Path) -> None:
-    """Two rounds from new weights: parts one after the other, then side by side; a second call does nothing again."""
+    """Rounds from new weights: parts one after the other, then side by side; a later call goes on, or does nothing."""
     prompts, work = tmp_path / "evaluation.jsonl", tmp_path / "work"
     prompts.write_text(PROMPTS.read_text().splitlines()[0])
     places = {"WORK": str(work), "OUT": str(tmp_path / "drafter"), "EVALUATION": str(prompts)}
     logs = []
-    for _ in range(2):
-        command = ["bash", str(ROOT / "scripts" / "train_shipped.sh"), "2"]
+    for rounds in ("2", "3", "3"):
+        command = ["bash", str(ROOT / "scripts" / "train_shipped.sh"), rounds]
         subprocess.run(command, env=os.environ | places | {"PROMPTS": "4", "EPOCHS": "1"}, check=True)
         logs.append((work / "log").read_text())
-    assert logs[0] == logs[1] and all(f"part-{part}: " in logs[0] for part in (1, 2, 3, 4))
-    assert [len(rows_of(work / f"acceptance-{number}.jsonl")) for number in (1, 2)] == [3, 6]
+    assert logs[1].startswith(logs[0]) and logs[1] == logs[2]
+    assert all(f"part-{part}: " in logs[0] for part in (1, 2, 3, 4)) and "part-5: " in logs[1]
+    assert [len(rows_of(work / f"acceptance-{number}.jsonl")) for number in (1, 2, 3)] == [3, 6, 6]
     for number in (1, 2):
         assert (
             "draft vocabulary: 8,192 tokens cover 100.00% of the answers" in (work / f"round-{number}.out").read_text()
         )
     card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "rounds 1 to 2, from new weights" in card and "the mean of `fall-1` and `fall-2`" in card
-    assert card.count("| 2 | 1 of evaluation.jsonl x 128 |") == 6
+    assert "rounds 1 to 3, from new weights" in card and "the mean of `fall-2` and `fall-3`" in card
+    assert card.count("| 3 | 1 of evaluation.jsonl x 128 |") == 6
     assert RecurrentDrafter.from_pretrained(tmp_path / "drafter").config.head == "tied"

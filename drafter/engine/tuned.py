@@ -32,6 +32,7 @@ _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
 _NUM_FIRST = 2  # trees that are tried at the beginning
 _TRIAL_STEPS = 3  # steps of a trial of a tree
 _TRIAL_COST = 0.003  # of the time, for the trials of each tree
+_TRIAL_PAUSE = 16  # steps between the starts of two trials of known trees, so that a short answer pays for few
 _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if it lost so much
 _TIMES = 9  # durations whose median counts
 
@@ -260,7 +261,7 @@ class LiveSizer(TreeSizer):
         super().__init__([RowPlan(1, tuple(self._choices.values()))])
         self._by_size = sorted(self.trees, key=lambda tree: tree.tree_size)
         self._trials_of: dict[int, _Trials] = {}  # by bucket of rows
-        self._num_steps = self._num_left = self._rows = 0
+        self._num_steps = self._num_left = self._rows = self._last_trial = 0
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows: the fastest, or a tree on trial."""
@@ -272,6 +273,7 @@ class LiveSizer(TreeSizer):
             tree = self._present.tree
         elif (due := self._due(trials)) is not None:
             self._present, self._num_left, tree = self._choices[due], _TRIAL_STEPS, due
+            self._last_trial = self._num_steps
         else:
             tree = super().choose(num_rows)
         trials.used[tree] = self._num_steps
@@ -297,6 +299,8 @@ class LiveSizer(TreeSizer):
         for tree in self._by_size[max(place - 1, 0) : place + 2]:
             if tree not in trials.used:
                 return tree
+        if self._num_steps - self._last_trial < _TRIAL_PAUSE:
+            return None
         for choice in choices:
             loss = max(best.rate(ratio) / choice.rate(ratio) - 1, _LEAST_LOSS)
             if self._num_steps - trials.used[choice.tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
