@@ -20,7 +20,7 @@ PROMPTS = ROOT / "scripts" / "quickstart-prompts.jsonl"
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fetch, answer, 30 training steps, export, decode, compare."""
+    """Fetch, answer, 30 training steps from new weights and from the package's drafter, export, decode, compare."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert main(["target", "fetch", TARGET]) == 0
@@ -38,15 +38,19 @@ def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureF
     config["data"] |= {"train": ["answers.jsonl"], "val": 0.1, "batch_tokens": 512, "max_length": 256}
     config["trainer"] |= {"default_root_dir": "run", "max_steps": 30, "max_epochs": -1, "check_val_every_n_epoch": 100}
     (tmp_path / "quick.yaml").write_text(yaml.safe_dump(config))
-    assert main(["train", "--config", "quick.yaml", "--ckpt_path", "last"]) == 0
-    assert main(["export", "run/checkpoints/last.ckpt", "--out", "drafter"]) == 0
-    names = {path.name for path in (tmp_path / "drafter").iterdir()}
+    warm = ["--model.init_from", str(ROOT / "drafter/assets" / TARGET), "--model.drafter.draft_vocab_size", "8192"]
+    for name, options in (("run", []), ("warm", [*warm, "--model.optim.lr", "3e-4"])):
+        train = ["train", "--config", "quick.yaml", "--trainer.default_root_dir", name, "--ckpt_path", "last"]
+        assert main([*train, *options]) == 0
+        assert main(["export", f"{name}/checkpoints/last.ckpt", "--out", f"{name}/drafter"]) == 0
+    assert "weights start from" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "run/drafter").iterdir()}
     assert names == {"config.json", "model.safetensors", "run.json", "README.md", "custom_generate"}
 
     decode = ["decode", "--target", TARGET, "--prompts", str(PROMPTS), "--max-new-tokens", "24", "--dtype", "float32"]
     capsys.readouterr()
-    for more in ([], ["--max-num-seqs", "4", "--tree-size", "12"]):
-        assert main([*decode, "--drafter", "drafter", "--compare", *more]) == 0
+    for name, more in (("warm", []), ("run", ["--max-num-seqs", "4", "--tree-size", "12"])):
+        assert main([*decode, "--drafter", f"{name}/drafter", "--compare", *more]) == 0
         table = capsys.readouterr().out.splitlines()
         assert len(table) == 11 and all(line.endswith("yes |") for line in table[2:])
 
