@@ -32,9 +32,9 @@ _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
 _NUM_FIRST = 2  # trees that are tried at the beginning
 _TRIAL_STEPS = 3  # steps of a trial of a tree
 _TRIAL_COST = 0.003  # of the time, for the trials of each tree
-_TRIAL_PAUSE = 16  # steps between the starts of two trials of known trees, so that a short answer pays for few
 _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if it lost so much
-_TIMES = 9  # durations whose median counts
+_TIMES = 2 * _TRIAL_STEPS  # durations of a tree whose median counts
+_PAUSE = 12  # steps between two trials, after which a start is over; a short answer pays for few trials
 
 
 class Tree(NamedTuple):
@@ -233,22 +233,34 @@ class TreeSizer:
 
 @dataclass
 class _Trials:
-    """What an engine knows of its trees at one number of rows: their latest step times, and the step of the last use.
+    """What an engine knows of its trees at one number of rows.
 
-    ``plan`` holds the trees that were tried, with the medians of their times.
+    A step takes up to twice its time after a start, a third more after a prefill, and the speed of a machine drifts. So
+    the duration of a tree is that of its trial over the pace of the steps just before, in units of the first tree.
+
+    Attributes:
+        plan: the trees that were tried, with the medians of their durations.
+        durations: the latest durations of each tree, from its trials.
+        paces: seconds a unit in the steps since the last trial, the latest ``_PAUSE``.
+        pace: the median of the last of them when the present trial began; None: the trial of the first tree.
+        used: the step of the last use of each tree.
     """
 
     plan: RowPlan
-    seconds: defaultdict[Tree, deque[float]] = field(default_factory=lambda: defaultdict(partial(deque, maxlen=_TIMES)))
+    durations: defaultdict[Tree, deque[float]] = field(
+        default_factory=lambda: defaultdict(partial(deque, maxlen=_TIMES))
+    )
+    paces: deque[float] = field(default_factory=partial(deque, maxlen=_PAUSE))
+    pace: float | None = None
     used: dict[Tree, int] = field(default_factory=dict)
 
 
 class LiveSizer(TreeSizer):
     """Sizes trees by the steps of this engine alone, where nothing was measured before.
 
-    The first two trees are tried for a few steps each, and the faster one goes on. Another tree is tried first where
-    the next larger or smaller tree is the fastest; a tree that was tried is tried again, a slow one more seldom than a
-    fast one, so that its trials cost at most ``_TRIAL_COST`` of the time.
+    After the first tree the second is tried for a few steps, and the faster one goes on. Another tree is tried first
+    where the next larger or smaller tree is the fastest; a tree that was tried is tried again, a slow one more seldom
+    than a fast one, so that its trials cost at most ``_TRIAL_COST`` of the time. Trials keep a distance.
 
     Args:
         expected: tokens per step of a usual drafter with each tree, plain decoding included.
@@ -261,7 +273,7 @@ class LiveSizer(TreeSizer):
         super().__init__([RowPlan(1, tuple(self._choices.values()))])
         self._by_size = sorted(self.trees, key=lambda tree: tree.tree_size)
         self._trials_of: dict[int, _Trials] = {}  # by bucket of rows
-        self._num_steps = self._num_left = self._rows = self._last_trial = 0
+        self._num_steps = self._num_left = self._rows = 0
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows: the fastest, or a tree on trial."""
@@ -273,7 +285,8 @@ class LiveSizer(TreeSizer):
             tree = self._present.tree
         elif (due := self._due(trials)) is not None:
             self._present, self._num_left, tree = self._choices[due], _TRIAL_STEPS, due
-            self._last_trial = self._num_steps
+            trials.pace = median(list(trials.paces)[-_TRIAL_STEPS:]) if trials.paces else None
+            trials.paces.clear()
         else:
             tree = super().choose(num_rows)
         trials.used[tree] = self._num_steps
@@ -283,8 +296,14 @@ class LiveSizer(TreeSizer):
         """Learn as the base class does, and from the duration of the step."""
         assert self._present is not None
         trials, tree = self._trials_of[self._rows], self._present.tree
-        trials.seconds[tree].append(seconds)
-        timed = replace(self._choices[tree], step_seconds=median(trials.seconds[tree]))
+        durations = trials.durations[tree]
+        if self._num_left > 0 and trials.pace is not None:
+            durations.append(seconds / trials.pace)
+        else:
+            if not durations:
+                durations.append(1.0)
+            trials.paces.append(seconds / median(durations))
+        timed = replace(self._choices[tree], step_seconds=median(durations))
         others = (choice for choice in trials.plan.choices if choice.tree != tree)
         trials.plan = replace(trials.plan, choices=(*others, timed))
         super().observe(num_accepted, seconds)
@@ -292,6 +311,8 @@ class LiveSizer(TreeSizer):
     def _due(self, trials: _Trials) -> Tree | None:
         """The tree whose trial begins now."""
         choices, ratio = trials.plan.choices, self.ratio
+        if choices and len(trials.paces) < _PAUSE:
+            return None
         if len(choices) < _NUM_FIRST:
             return next(tree for tree in self._choices if tree not in trials.used)
         best = trials.plan.best(ratio)
@@ -299,8 +320,6 @@ class LiveSizer(TreeSizer):
         for tree in self._by_size[max(place - 1, 0) : place + 2]:
             if tree not in trials.used:
                 return tree
-        if self._num_steps - self._last_trial < _TRIAL_PAUSE:
-            return None
         for choice in choices:
             loss = max(best.rate(ratio) / choice.rate(ratio) - 1, _LEAST_LOSS)
             if self._num_steps - trials.used[choice.tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
