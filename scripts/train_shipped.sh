@@ -6,9 +6,9 @@
 # round goes on from the mean of both parts' weights (arXiv 1805.09767), with draft tokens chosen from all answers so far.
 # New weights have no useful mean yet: in a first round from them, the second part goes on from the first. After round 1,
 # 2, 4, 8 .. and the last, copies learn both parts once more while the rate falls to zero; the mean of both is a fall. The
-# last fall goes to OUT, with a card; of three falls or more the mean of the last two, which drafts kinds of text better
-# that the last rounds lacked (docs/notebook.md). The tokens per step of every fall, and of what goes to OUT in place of
-# the last, are measured: acceptance-ROUND.jsonl are the curve.
+# last fall goes to OUT, with a card; of three falls or more the mean of the last two, which is better on kinds of text
+# that the last rounds lacked (docs/notebook.md). The tokens per step of every fall are measured, after the last round
+# those of the drafter in OUT: acceptance-ROUND.jsonl are the curve.
 # Run the command again after an interruption, or later with more ROUNDS: finished stages are skipped, and the falls of
 # the calls before count.
 # START: a drafter, whose weights the first round goes on from (default: new weights); the draft tokens stay START's, and
