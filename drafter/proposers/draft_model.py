@@ -17,7 +17,6 @@ from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import argmax
 from drafter.proposers.options import Drafting, Verification
-from drafter.targets.cache import SlotCache
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from drafter.utils.validate import require_choice, within
@@ -90,7 +89,7 @@ class DraftModelProposer(Proposer):
         self._coupled = drafting.coupled
         self._num_padded = target.vocab_size - draft.vocab_size
         self._token_V = torch.arange(target.vocab_size, device=target.device)
-        self._cache: SlotCache = draft.new_cache(0, 0)
+        self._cache = draft.new_cache(0, 0)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate the draft model's cache."""

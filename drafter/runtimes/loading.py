@@ -19,11 +19,11 @@ from transformers.utils import logging as transformers_logging
 
 from drafter.runtimes.base import Spec, Unsuitable
 from drafter.runtimes.native.loading import load_native
-from drafter.runtimes.torch import TorchRuntime
+from drafter.runtimes.torch.quantized import BITS, has_plain_weights, reading_of, round_linears
+from drafter.runtimes.torch.runtime import TorchRuntime
+from drafter.runtimes.torch.spread import copy_once, layer_devices, load_mapped, load_sharded
 from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
-from drafter.targets.quantized import BITS, has_plain_weights, reading_of, round_linears
-from drafter.targets.spread import copy_once, layer_devices, load_mapped, load_sharded
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 from drafter.utils.parse import read_json_object
@@ -155,10 +155,10 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
             runtime's own choice (torch: bfloat16 on an accelerator, float32 on a CPU).
             revision: hub revision.
             trust_remote_code: run code that comes with the model; never done unless asked for.
-            num_shards: processes of a node that share the weights (:mod:`drafter.targets.spread`).
-            device_map: ``auto``, or a file of devices (:mod:`drafter.targets.spread`).
+            num_shards: processes of a node that share the weights (:mod:`drafter.runtimes.torch.spread`).
+            device_map: ``auto``, or a file of devices (:mod:`drafter.runtimes.torch.spread`).
             quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
-            (:mod:`drafter.targets.quantized`). The target is then another model, with its own text.
+            (:mod:`drafter.runtimes.torch.quantized`). The target is then another model, with its own text.
             is_trainable: the weights stay plain numbers in torch, for training, export and readers of states.
 
     Raises:

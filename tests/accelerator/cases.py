@@ -30,7 +30,7 @@ from drafter.engine.request import RequestOptions, Update
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
-from drafter.runtimes.torch import TorchRuntime
+from drafter.runtimes.torch.runtime import TorchRuntime
 from drafter.serving.answers import Answer, Model
 from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
@@ -56,7 +56,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "windows": {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "deep": {"model_type": "llama", "num_hidden_layers": 32, "dtype": "bfloat16"},  # kernels of Llama 3.1 8B
 }
-# On the CPU they answer the questions of drafter.targets.capabilities.
+# On the CPU they answer the questions of drafter.runtimes.torch.capabilities.
 _ON_CPU = {
     kind: wrap_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SIZES | fields)), name=kind)
     for kind, fields in _MODELS.items()

@@ -16,7 +16,7 @@ from drafter.engine.request import Request
 from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, Tree, read_tuned
 from drafter.proposers.copying import SHARES
-from drafter.runtimes.torch import TorchRuntime
+from drafter.runtimes.torch.runtime import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
 

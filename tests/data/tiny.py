@@ -15,7 +15,7 @@ from drafter.data.encode import EncodedRow, RowEncoder, row_features
 from drafter.data.reading import RawRow
 from drafter.data.rows import TokenRows
 from drafter.runtimes.loading import wrap_model
-from drafter.targets.capabilities import decoder_of
+from drafter.runtimes.torch.capabilities import decoder_of
 from drafter.targets.target import Target
 
 BOS, USER, ANSWER, END = "<s>", "<|user|>", "<|bot|>", "<|end|>"

@@ -15,7 +15,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.proposers.options import METHODS, Way
 from drafter.runtimes.base import Traits
-from drafter.runtimes.torch import TorchRuntime
+from drafter.runtimes.torch.runtime import TorchRuntime
 from drafter.utils.validate import Range
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target

@@ -18,7 +18,7 @@ from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig, resolve
 from drafter.engine.tuned import PLAIN, LiveSizer, MeasuredTree, RowPlan, Tree, TreeSizer, TunedSizes, read_tuned
 from drafter.models.drafter import RecurrentDrafter
-from drafter.runtimes.torch import TorchRuntime
+from drafter.runtimes.torch.runtime import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests
 

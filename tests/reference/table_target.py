@@ -11,7 +11,7 @@ import math
 import torch
 
 from drafter.runtimes.base import Traits
-from drafter.targets.cache import CacheShape, LayerShape, SlotCache
+from drafter.runtimes.torch.cache import CacheShape, LayerShape, SlotCache
 from drafter.targets.slots import Slots, TargetOutput, slots_mask
 
 MEMORY = 2  # generated tokens that the logits depend on

@@ -18,8 +18,8 @@ from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target, resolve_device, resolve_dtype, training_dtype, wrap_model
-from drafter.targets.attention import FOLDED_ATTENTION
-from drafter.targets.cache import SlotCache
+from drafter.runtimes.torch.attention import FOLDED_ATTENTION
+from drafter.runtimes.torch.cache import SlotCache
 from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target

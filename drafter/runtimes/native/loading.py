@@ -27,9 +27,9 @@ from drafter.runtimes.native.weights import (
     rounded,
     tensors_of_gguf,
 )
+from drafter.runtimes.torch.quantized import BITS
 from drafter.targets.catalog import checkpoint_files, home_folder, key_of, place_of, read_tokenizer, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
-from drafter.targets.quantized import BITS
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
 

@@ -70,7 +70,7 @@ def entries(stored: Stored, index_X: Tensor) -> Tensor:
 def rounded(tensors: Mapping[str, Stored], bits: int) -> dict[str, Stored]:
     """The tensors with rounded matrices in the layers and at the output, as ``--quantization`` asks for.
 
-    Embeddings stay as they are (:mod:`drafter.targets.quantized`).
+    Embeddings stay as they are (:mod:`drafter.runtimes.torch.quantized`).
     """
     from gguf import GGMLQuantizationType, quants
 

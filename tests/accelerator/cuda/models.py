@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
-from drafter.runtimes.torch import TorchRuntime
-from drafter.targets.capabilities import Capabilities
+from drafter.runtimes.torch.capabilities import Capabilities
+from drafter.runtimes.torch.runtime import TorchRuntime
 from drafter.targets.target import Target
 
 CUDA = torch.device("cuda:0")

@@ -8,7 +8,7 @@ from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.runtimes import torch as torch_runtime
-from drafter.targets.attention import TwoParts
+from drafter.runtimes.torch.attention import TwoParts
 from drafter.targets.slots import Slots
 from tests.accelerator.cuda.device import counted
 from tests.accelerator.cuda.models import CUDA, TINY, drafter_of, target_of

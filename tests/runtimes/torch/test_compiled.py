@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
-from drafter.runtimes import compiled
+from drafter.runtimes.torch import compiled
 from tests.engine.drafters import prompts_for, trained_drafter
 from tests.engine.oracle import assert_lossless, tiny_target
 from tests.runtimes.kernels import put_kernels_on_the_cpu

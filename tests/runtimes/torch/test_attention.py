@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.targets.attention import TwoParts
-from drafter.targets.cache import CacheShape, LayerShape, SlotCache
+from drafter.runtimes.torch.attention import TwoParts
+from drafter.runtimes.torch.cache import CacheShape, LayerShape, SlotCache
 from drafter.targets.slots import Slots, slots_mask
 from tests.engine.drafters import trained_drafter
 from tests.engine.oracle import assert_lossless, requests, tiny_target

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.attention import FOLDED_ATTENTION, OPAQUE_ATTENTION
-from drafter.targets.cache import CacheShape, LayerShape, cache_keyword
+from drafter.runtimes.torch.attention import FOLDED_ATTENTION, OPAQUE_ATTENTION
+from drafter.runtimes.torch.cache import CacheShape, LayerShape, cache_keyword
 from drafter.targets.slots import Window
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target, wrap_model
-from drafter.targets.spread import copy_once, spread_out
+from drafter.runtimes.torch.spread import copy_once, spread_out
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import answer, oracle, requests

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drafter.runtimes.loading import load_target, wrap_model
-from drafter.targets.capabilities import layer_windows
+from drafter.runtimes.torch.capabilities import layer_windows
 from drafter.targets.target import Target
 from tests.targets.zoo import TARGETS, build, drafted, generated, panel, prompts_of
 

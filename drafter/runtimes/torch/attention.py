@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafter.targets.cache import SlotCache
+from drafter.runtimes.torch.cache import SlotCache
 from drafter.targets.slots import Slots
 
 if TYPE_CHECKING:

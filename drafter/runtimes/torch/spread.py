@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from drafter.targets.capabilities import layers_of
+from drafter.runtimes.torch.capabilities import layers_of
 from drafter.utils.parse import read_yaml
 
 if TYPE_CHECKING:

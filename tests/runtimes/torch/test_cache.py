@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafter.targets.attention import folded_attention
-from drafter.targets.cache import CacheShape, LayerShape, SlotCache, cache_keyword
+from drafter.runtimes.torch.attention import folded_attention
+from drafter.runtimes.torch.cache import CacheShape, LayerShape, SlotCache, cache_keyword
 
 LAYERS, ROWS, SLOTS = 3, 4, 9
 LAYER = LayerShape(num_heads=2, key_dim=4, value_dim=5)

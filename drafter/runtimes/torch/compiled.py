@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 
 from drafter.runtimes.base import Slots
-from drafter.targets.attention import FOLDED_ATTENTION, OPAQUE_ATTENTION, folded_attention, set_attention
-from drafter.targets.cache import SlotCache
-from drafter.targets.capabilities import layers_of
+from drafter.runtimes.torch.attention import FOLDED_ATTENTION, OPAQUE_ATTENTION, folded_attention, set_attention
+from drafter.runtimes.torch.cache import SlotCache
+from drafter.runtimes.torch.capabilities import layers_of
 from drafter.utils.io import first_line
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _HOW: dict[str, Any] = {"options": {"emulate_precision_casts": True}}
 
 
 def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCache]:
-    """Compile the layers of a :class:`drafter.runtimes.torch.TorchRuntime`, with a bar. Layers that the compiler
-    refuses run as before, with a warning.
+    """Compile the layers of a :class:`drafter.runtimes.torch.runtime.TorchRuntime`, with a bar. Layers that the
+    compiler refuses run as before, with a warning.
 
     Args:
         runtime: ready to decode.

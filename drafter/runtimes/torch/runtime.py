@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
 from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
-from drafter.targets.attention import TwoParts, use_folded_attention
-from drafter.targets.cache import NothingKept, SlotCache, cache_keyword
-from drafter.targets.capabilities import Capabilities, LogitMap, decoder_of, final_norm, probe, refusal
-from drafter.targets.quantized import dense_weight, has_plain_weights
+from drafter.runtimes.torch.attention import TwoParts, use_folded_attention
+from drafter.runtimes.torch.cache import NothingKept, SlotCache, cache_keyword
+from drafter.runtimes.torch.capabilities import Capabilities, LogitMap, decoder_of, final_norm, probe, refusal
+from drafter.runtimes.torch.quantized import dense_weight, has_plain_weights
 from drafter.targets.slots import slot_positions, slots_mask
 from drafter.utils.io import first_line
 
@@ -115,24 +115,24 @@ class TorchRuntime:
 
     def prepare_decoding(self) -> None:
         """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
-        (:func:`drafter.targets.attention.folded_attention`). The model stays so.
+        (:func:`drafter.runtimes.torch.attention.folded_attention`). The model stays so.
         """
         use_folded_attention(self.model)
         torch.set_num_threads(process_threads())  # a native target may have taken them
 
     def compile_layers(self, context_layers: Sequence[int]) -> None:
         """Compile the layers for the forwards over caches that are made from now on
-        (:func:`drafter.runtimes.compiled.compile_layers`). The model stays so.
+        (:func:`drafter.runtimes.torch.compiled.compile_layers`). The model stays so.
         """
         form = self._has_two_parts, tuple(context_layers)
         if form not in self._compiled:
-            from drafter.runtimes.compiled import compile_layers
+            from drafter.runtimes.torch.compiled import compile_layers
 
             self._compiled.add(form)
             self._cache_type = compile_layers(self, context_layers)
 
     def use_two_parts(self, *, is_on: bool = True) -> None:
-        """Compute the attention of trees in two parts (:class:`drafter.targets.attention.TwoParts`), or under one mask.
+        """Compute the attention of trees in two parts (:class:`drafter.runtimes.torch.attention.TwoParts`), or not.
 
         Raises:
             ValueError: this model or device cannot; the mask stays.
