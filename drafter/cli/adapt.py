@@ -13,7 +13,7 @@ def adapt(options: AdaptOptions) -> int:
     import torch
 
     from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
-    from drafter.runtimes.loading import load_target, resolve_device, training_dtype
+    from drafter.runtimes.loading import load_target
     from drafter.training.adapt import adapt as run
 
     if options.threads is not None:
@@ -25,8 +25,8 @@ def adapt(options: AdaptOptions) -> int:
         general=options.general or (own_answers if own_answers.is_file() else None),
     )
     load = partial(
-        load_target, options.target, dtype=training_dtype(resolve_device(options.device)), device=options.device,
-        revision=options.revision, trust_remote_code=options.trust_remote_code, runtime="torch",
+        load_target, options.target, device=options.device, revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     if run(options, load, load_drafter):
         print(f"the new drafter is in {options.out}")

@@ -42,7 +42,7 @@ from drafter.utils.io import first_line, locked
 FLAG = "--data.hidden_states"
 _STATES, _TOKENS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 _SPARE_BYTES = 4096  # of a file of the cache: its header, and the rest of its last block on the disk
-_VERSION = 3  # raise the number when the content of the cache's files changes
+_VERSION = 4  # raise the number when the content of the cache's files changes
 # States of a quantised copy of the target differ by some hundredths, states of another model by about 1.
 _MOST_DIFFERENT = 0.25
 
@@ -132,7 +132,7 @@ def cache_states(
     folder = Path(folder).expanduser()
     start_X = first_kept(rows, margin)
     starts = start_X.tolist()
-    key = repr((target.fingerprint, target.dtype, target.hidden_size, tuple(context_layers), _VERSION))
+    key = repr((target.fingerprint, target.traits.number_format, target.hidden_size, tuple(context_layers), _VERSION))
     # A state depends on all text before its position, so the hash is of the whole row.
     names = [_digest(rows.row(index).token_T, f"{start} {key}") for index, start in enumerate(starts)]
     files = [folder / f"{name.hex()}.safetensors" for name in names]

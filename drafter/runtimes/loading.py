@@ -159,7 +159,7 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
             device_map: ``auto``, or a file of devices (:mod:`drafter.runtimes.torch.spread`).
             quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
             (:mod:`drafter.runtimes.torch.quantized`). The target is then another model, with its own text.
-            is_trainable: the weights stay plain numbers in torch, for training, export and readers of states.
+            is_trainable: the weights stay plain numbers in torch, for export and for transformers' own `generate`.
 
     Raises:
         ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a target,
@@ -223,12 +223,6 @@ def training_dtype(device: torch.device) -> str:
         return "bfloat16"
     can = torch.cpu.get_capabilities()
     return "bfloat16" if any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")) else "float32"
-
-
-def load_for_training(name: str, *, dtype: str = "auto", device: str = "auto", **asked: Any) -> Target:
-    """:func:`load_target` in torch, with plain weights, and in :func:`training_dtype` for ``auto``."""
-    dtype = training_dtype(resolve_device(device)) if dtype == "auto" else dtype
-    return load_target(name, runtime="torch", dtype=dtype, device=device, is_trainable=True, **asked)
 
 
 def wrap_model(

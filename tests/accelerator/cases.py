@@ -263,7 +263,7 @@ def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModu
     module._trainer, module.log, module.drafter = trainer, lambda *args, **kwargs: None, drafter  # type: ignore[method-assign]
     with unset_fake_temporarily():
         module._draft_index_V = draft_index_of(torch.arange(drafter.config.num_outputs), target.vocab_size)
-    module.teacher = Teacher(target, drafter.draft_token_ids_R, torch.float32)
+    module.teacher = Teacher(target, drafter, torch.float32)
     refuser.clear()
     return module
 

@@ -13,6 +13,8 @@ from drafter.data.module import ChatDataModule
 from drafter.data.rows import TokenRows
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.models.config import DrafterConfig
+from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
@@ -166,7 +168,9 @@ def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
     hidden_CD = target.forward(torch.arange(1, 21)[None]).hidden_BTD[0]
     wanted_CR = target.model(torch.arange(1, 21)[None]).logits[0, :, ids_R]
     assert name != "Gemma2" or 29 < wanted_CR.abs().max() <= 30
-    teacher = Teacher(target, ids_R, torch.float32)
+    shape = {"vocab_size": 96, "hidden_size": target.hidden_size, "draft_vocab_size": len(ids_R)}
+    drafter = RecurrentDrafter(DrafterConfig(**shape, head="tied")).set_draft_token_ids(ids_R).bind(target)
+    teacher = Teacher(target, drafter, torch.float32)
     torch.testing.assert_close(teacher.logits(hidden_CD), wanted_CR, rtol=1e-4, atol=1e-4)
 
 

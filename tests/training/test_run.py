@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import timer
 from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import load_file
 
 from drafter.integrations.export import export, model_card
 from drafter.models.checkpoint import drafter_of_checkpoint, read_trained
@@ -26,6 +27,7 @@ from drafter.training.module import DrafterModule
 from drafter.training.run import _parse, train
 from tests.conftest import Refused
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
+from tests.targets.tiny_gguf import write_gguf
 
 NUM_STEPS = 8
 TOKENS_PER_STEP = (
@@ -122,6 +124,26 @@ def test_a_run_takes_the_fastest_precision(
     monkeypatch.setattr(run_module, "training_dtype", lambda device: dtype)
     assert _parse(words(place, place / "fast")).trainer.precision == precision
     assert _parse(words(place, place / "fast", "--trainer.precision", "32-true")).trainer.precision == "32-true"
+
+
+def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, tmp_path: Path, monkeypatch) -> None:
+    """By the native step, which computes the cached states and the decoded texts; nothing is converted on the disk."""
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    file, seen = str(write_gguf(tmp_path / "tiny.gguf", matrices="Q8_0")), []
+    rows = [{"prompt_token_ids": [5, 6, 7 + i], "token_ids": [8 + i % 5, 9, 10, 2]} for i in range(60)]
+    write_jsonl(tmp_path / "ids.jsonl", rows)
+    target = load_target(file, device="cpu")
+    monkeypatch.setattr(training_module.Teacher, "forward", lambda *_: pytest.fail("the states are cached"))
+    monkeypatch.setattr(DrafterModule, "on_train_start", lambda module: seen.append(module.teacher.target))
+    more = ("--data.cache_hidden_states", str(tmp_path / "states"), "--data.train", str(tmp_path / "ids.jsonl"))
+    train(words(place, tmp_path / "run", *TOKENS_PER_STEP, "--model.target", file, *more))
+    assert [(each.runtime.name, each.fingerprint) for each in seen] == [("native", target.fingerprint)]
+    assert "output_weight_VD" not in vars(seen[0].runtime), "rows beyond the draft vocabulary are not held"
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    state_file = next((tmp_path / "states").glob("*.safetensors"))
+    stored = load_file(state_file)
+    hidden_TD = target.forward(stored["token_ids"][None]).hidden_BTD[0]
+    assert torch.equal(stored["hidden_states"][:, 0], hidden_TD.bfloat16())
 
 
 def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -316,9 +316,15 @@ class NativeRuntime:
         cap = self.description.logit_cap
         return torch.tanh(product / cap) * cap if cap else product
 
-    def final_norm(self, target_name: str) -> Any:
-        """Refused: readers of stored states load a target for torch."""
-        raise ValueError(f"the final norm of {target_name!r} is not to be had from the native runtime")
+    def final_norm(self, target_name: str) -> torch.nn.Module:
+        """The norm behind the last layer as a module (:meth:`drafter.targets.target.Target.final_norm`)."""
+        weight, bias = (self.vectors.get(f"model.norm.{part}") for part in ("weight", "bias"))
+        assert weight is not None, "every described model has one"
+        kind: Any = torch.nn.RMSNorm if bias is None else torch.nn.LayerNorm
+        norm = kind(len(weight), eps=self.description.epsilon)
+        values = {"weight": weight + float(self.description.adds_one), "bias": bias}
+        norm.load_state_dict({name: value for name, value in values.items() if value is not None})
+        return norm.requires_grad_(False)
 
     def first_layers(self, number: int) -> "native.Model":
         """The model of the first layers alone, whose products round no activation; for comparisons."""

@@ -27,7 +27,7 @@ def test_a_training_step_waits_for_nothing(settings: dict[str, Any]) -> None:
         global_step=0, log_every_n_steps=1000, world_size=1, training=True, fit_loop=SimpleNamespace(total_batch_idx=0)
     )
     module.log, module.drafter = lambda *args, **kwargs: None, drafter
-    module.teacher = Teacher(target, drafter.draft_token_ids_R, torch.bfloat16)
+    module.teacher = Teacher(target, drafter, torch.bfloat16)
     module._draft_index_V = draft_index_of(drafter.draft_token_ids_R.cpu(), target.vocab_size)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-3)
     for _ in range(3):

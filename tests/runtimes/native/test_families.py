@@ -14,7 +14,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.kernels import native
 from drafter.runtimes.base import Slots
-from drafter.runtimes.loading import load_target
+from drafter.runtimes.loading import load_target, wrap_model
 from drafter.runtimes.native import family
 from drafter.targets.target import Target
 from tests.targets.zoo import TARGETS, VOCAB, build, generated, prompts_of
@@ -63,6 +63,8 @@ def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -
     torch.testing.assert_close(target.logits(output.hidden_BTD), wanted.logits, rtol=1e-3, atol=1e-3)
     states = torch.cat([wanted.hidden_states[layer] for layer in (0, 1, target.num_layers)], dim=2)
     torch.testing.assert_close(output.context_BTC, states, rtol=1e-3, atol=1e-3)
+    norms = [each.final_norm()(output.hidden_BTD) for each in (target, wrap_model(model))]
+    torch.testing.assert_close(*norms, rtol=1e-3, atol=1e-3)
     for method in ("none", "lookup"):
         for max_num_seqs in (1, 2):
             engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=4))
