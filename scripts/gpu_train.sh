@@ -34,7 +34,7 @@ missing = [name for name in (names + " typeshed_client pydantic psutil").split()
 sys.exit(f"gpu_train: packages are missing: {' '.join(missing)}; put them into site/" if missing else 0)
 CHECK
 parts="$DRAFTER_HOME/parts"
-if [ ! -e "$DRAFTER_HOME/targets/smollm2-135m/config.json" ]; then
+if [ ! -e "$DRAFTER_HOME/gguf/SmolLM2-135M-Instruct.Q4_1.gguf" ]; then
     mkdir -p "$parts"
     cp "$inputs"/target.part-* "$parts"
     num_parts=$(find "$parts" -name 'target.part-*' | wc -l)

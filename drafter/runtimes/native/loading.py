@@ -56,8 +56,8 @@ def load_native(spec: Spec) -> Target:
         )
     number_format = "stored" if spec.dtype == "auto" else spec.dtype
     is_plain = number_format == "bfloat16" or spec.quantization != "none"  # of the file's numbers, not its integers
-    stored = None if is_plain else stored_file(spec.name)
-    place: Path | str = stored[1] if stored else place_of(spec.name)
+    stored = None if is_plain else stored_file(spec.name, spec.revision)
+    place: Path | str = stored[1] if stored else place_of(spec.name, spec.revision)
     files = checkpoint_files(place, spec.revision)
     folder = place if isinstance(place, Path) else files[0].parent
     config = _read_config(folder)
