@@ -306,7 +306,9 @@ def _hub_file(repository: str, wanted: str, revision: str | None) -> Path:
     size_of = {each.rfilename: each.size or 0 for each in listed if each.rfilename.endswith(".gguf")}
     if not (name := _chosen(list(size_of), wanted)):
         known = dict.fromkeys(map(_quantisation, filter(_is_model, size_of)))
-        raise ValueError(f"{repository} has no GGUF file {wanted!r}: its quantisations are {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"{repository} has no GGUF file {wanted!r}: its quantisations are {', '.join(known) or 'none'}"
+        )
     _ask_space(cache, size_of[name])
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
