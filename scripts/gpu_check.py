@@ -47,7 +47,6 @@ SHAPES = {
 }
 REAL = "smollm2-135m"
 TREES = (PLAIN, Tree(4, 3, 8), Tree(8, 4, 24), Tree(16, 5, 64))
-FORMS = ("one mask", "two parts")  # of attention
 GREEDY = SamplingParams(max_new_tokens=128, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True)
 _MOST_TOKENS = 12  # of a step: depths of the largest tree, copies included, and one more
@@ -68,7 +67,7 @@ class Check:
         self.stage, self.given = stage, given
         small = given.small
         self.rows, self.trees = ((1, 2), TREES[:2]) if small else ((1, 8, 32), TREES)
-        self.num_steps, self.prompt_length = (2, 24) if small else (12, 512)
+        self.num_steps, self.prompt_length = (2, 24) if small else (8, 512)
         self.is_cuda = given.device != "cpu"
         self.compile = (False, None) if self.is_cuda and not given.eager else (False,)
         self.has_failed = False
@@ -268,21 +267,6 @@ def time_steps(
     engine.drop()
 
 
-def attention(check: Check) -> None:
-    """Both forms of attention in steps over short and long texts of the largest target."""
-    (name, load) = list(check.targets())[-1]
-    target, long = load(), 8 * check.prompt_length
-    for is_compiled, form in product(check.compile, FORMS):
-        with check.trying(target=name, form=form, is_compiled=is_compiled is None):
-            target.runtime.use_two_parts(is_on=form == "two parts")
-            sizer = Steered([PLAIN, check.trees[1 if check.given.small else 2]])
-            room = _MOST_TOKENS * (2 + check.num_steps) * len(sizer.trees)
-            engine = engine_of(check, name, target, long + room, compile=is_compiled, sizer=sizer)
-            for length, rows in product((check.prompt_length, long), check.rows):
-                time_steps(check, engine, sizer, rows, GREEDY, length, target=name, form=form)
-            del engine
-
-
 def prefill(check: Check) -> None:
     """Tokens per second of prompts until their first token, a long one alone and eight together, by size of a chunk."""
     (name, load) = list(check.targets())[-1]
@@ -394,7 +378,7 @@ def train(check: Check) -> None:
                 )  # fmt: skip
 
 
-STAGES = {each.__name__: each for each in (identity, steps, attention, prefill, answers, train)}
+STAGES = {each.__name__: each for each in (identity, steps, answers, train, prefill)}
 
 
 def main(argv: list[str] | None = None) -> int:

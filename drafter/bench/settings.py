@@ -109,6 +109,7 @@ class MethodOptions(Options, TargetConfig):
             target's own drafter where the package has one)
         num_prompts: largest number of prompts of each set, or of recorded answers, all categories alike
         max_new_tokens: longest answer in tokens
+        compile: record the steps as CUDA graphs (default: on, where they can be)
 
     Raises:
         ValueError: a value out of range, an unknown method, or a method without the model that it needs.
@@ -117,6 +118,7 @@ class MethodOptions(Options, TargetConfig):
     drafter: str | None = None
     num_prompts: int | None = within(None, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,6 +221,7 @@ class TuneOptions(Options, TargetConfig):
         batch_sizes: numbers of rows to measure
         tree_sizes: N of the candidate trees (default: 2,4,6,8,12,16; on CUDA 4,8,16,32,48,64)
         max_new_tokens: longest calibration answer in tokens
+        compile: record the steps as CUDA graphs (default: on, where they can be)
         seconds: approximate duration of the measurement
         prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
         num_prompts: largest number of calibration prompts
@@ -231,6 +234,7 @@ class TuneOptions(Options, TargetConfig):
     batch_sizes: tuple[int, ...] = within((1, 2, 4, 8), low=1, high=1024)
     tree_sizes: tuple[int, ...] | None = within(None, low=2, high=LARGEST_TREE)
     max_new_tokens: int = within(96, low=1, high=2**24)
+    compile: bool | None = None
     seconds: float = within(150.0, above=0.0)
     prompts: str = "default"
     num_prompts: int = within(64, low=1)

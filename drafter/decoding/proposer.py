@@ -61,12 +61,12 @@ class Proposer:
 
         A row with a score that is no number gets no drafts and is marked: nobody waits for an accelerator here.
         """
-        token_BM, parent_BM, score_BM, log_q_BMV = self.draft(rows, noise)
+        token_BM, parent_BM, score_BM = self.draft(rows, noise)
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
         found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
-        return found._replace(has_failed_B=has_failed_B, log_q_BGV=log_q_BMV)
+        return found._replace(has_failed_B=has_failed_B)
 
     def check(self, target: Any) -> None:
         """Draft over some real texts of the target, if drafts can fail (ValueError: they fail)."""

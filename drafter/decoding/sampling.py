@@ -31,12 +31,6 @@ from drafter.decoding.params import SamplingParams
 from drafter.kernels import native
 from drafter.kernels.largest import argmax
 
-# Streams keep draws for different purposes at one position independent of each other.
-STREAM_TARGET = 0  # the pick; coupled drafting uses this stream on purpose
-STREAM_DRAFT = 1  # drafts sampled from q for the rejection rule
-STREAM_ACCEPT = 2  # the uniform number that is compared with p / q
-STREAM_RESIDUAL = 3  # the token drawn after a rejection, or after a chain accepted whole
-
 _HAS_TRITON = find_spec("triton") is not None
 _MANY_TOKENS = 4096  # fewer tokens are a small part of a processor's cache
 _TOP_P_SHORTLISTS = (256, 4096)  # lengths of the lists that a CPU sorts before it sorts a whole row
@@ -89,7 +83,7 @@ def _uniform(word: Tensor) -> Tensor:
     return _logical_shift(word, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
-def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
+def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = 0) -> Tensor:
     """[B] int64, [B, T] int64, [M] or [B, 1, M] int64 -> [B, T, M] int64: 64 bits for each (seed, position, token id).
 
     Within one (seed, position) the bits of different tokens always differ, because mix64 is a bijection.
@@ -98,7 +92,7 @@ def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, strea
     return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)
 
 
-def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = STREAM_TARGET) -> Tensor:
+def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = 0) -> Tensor:
     """[B] int64, [B, T] int64, [M] int64 -> [B, T, M] float32 standard Gumbel noise, in (-3.7, 36.8).
 
     position is the absolute position of the picked token. token_ids may list any subset of the vocabulary in any order;
@@ -122,13 +116,6 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
 def _gumbel(uniform: Tensor) -> Tensor:
     """-log(-log u), in place."""
     return uniform.log_().neg_().log_().neg_()
-
-
-def uniform_noise(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
-    """[B] int64, [B, T] int64 -> [B, T] float32 in (0, 1): one uniform number for each (seed, position, stream)."""
-    word_BT = mix64(_stream_start_BT(seed_B, position_BT, stream) + _GAMMA)
-    # Rounding to float32 may reach 1, and 1 would reject a draft with p = q.
-    return _uniform(word_BT).float().clamp_(max=1.0 - 2.0**-24)
 
 
 class Noise(NamedTuple):
@@ -273,17 +260,6 @@ def _below_min_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
 _FILTERS = {"top_k": _below_top_k, "top_p": _below_top_p, "min_p": _below_min_p}
 _KERNEL_FILTERS = ("top_k", "top_p", "min_p")  # the first of them, which the kernels of both devices know
 _GREEDY = SamplingParams()  # all filters are off
-
-
-def warped_log_probs(logits_BNV: Tensor, warp: Warp) -> Tensor:
-    """[B, N, V] -> [B, N, V] float32: log of the distribution of :func:`pick`.
-
-    A greedy row has all its mass on the argmax.
-    """
-    log_prob_BNV = warp_logits(logits_BNV, warp).log_softmax(-1)
-    best_BN1 = argmax(logits_BNV)[..., None]
-    greedy_BNV = torch.full_like(log_prob_BNV, -torch.inf).scatter_(-1, best_BN1, 0.0)
-    return log_prob_BNV.where((warp.temperature_B > 0)[:, None, None], greedy_BNV)
 
 
 def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:

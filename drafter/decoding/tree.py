@@ -30,7 +30,6 @@ class Candidates(NamedTuple):
     parent_BN: Tensor
     depth_BN: Tensor
     is_node_BN: Tensor
-    log_q_BGV: Tensor | None = None  # of a chain whose tokens are samples of these distributions
     has_failed_B: Tensor | None = None  # rows without drafts, because scores were no numbers
 
 
@@ -90,7 +89,6 @@ class NodeList(NamedTuple):
     token_BM: Tensor  # int64
     parent_BM: Tensor  # index into the list, a node of the level above; -1 = the root. int64
     score_BM: Tensor  # float32
-    log_q_BMV: Tensor | None = None  # of a chain whose tokens are samples of these distributions
 
 
 @cache

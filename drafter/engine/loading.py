@@ -29,7 +29,6 @@ class TargetConfig:
         dtype: number format of the models; stored: the weights as the file has them (default: auto, which is stored on
             a CPU where the native step can run the target, bfloat16 on CUDA and float32 elsewhere)
         device: auto, cpu, cuda or cuda:1
-        compile: compile the steps into CUDA graphs (default: on, where they can be)
         runtime: what computes the target's forward: native (on a CPU), torch, or auto, the first of these that can run
             the target (default: auto)
         device_map: spread the target's layers over devices, main memory and disk: auto, or a YAML or JSON file with the
@@ -42,7 +41,6 @@ class TargetConfig:
     target: str
     dtype: Dtype = "auto"
     device: str = "auto"
-    compile: bool | None = None
     runtime: str = "auto"
     device_map: str | None = None
     quantization: Quantization = "none"

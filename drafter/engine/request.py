@@ -121,7 +121,7 @@ class IncrementalText:
 
 @dataclass(frozen=True)
 class RequestOptions(Checked):
-    """Options of one request. No option changes a token (with ``verify="rejection"``: no distribution of tokens)."""
+    """Options of one request. No option changes a token."""
 
     speculate: bool = True  # False: no drafts. A step of such requests alone is plain decoding
     # Return the log-probabilities of the tokens and of this number of likeliest tokens at each position.

@@ -16,18 +16,10 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
-from drafter.decoding.sampling import (
-    STREAM_RESIDUAL,
-    Noise,
-    gumbel_noise,
-    has_kernels,
-    make_warp,
-    pick_nodes,
-    warped_log_probs,
-)
+from drafter.decoding.sampling import Noise, has_kernels, make_warp, pick_nodes
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import Candidates, ancestors
-from drafter.decoding.verify import AcceptedPath, accept_picks, accept_samples
+from drafter.decoding.verify import AcceptedPath, accept_picks
 from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
@@ -55,7 +47,7 @@ class Runner:
 
     Args:
         target: the frozen model.
-        plan: its number of rows, acceptance rule, and whether steps become CUDA graphs.
+        plan: its number of rows, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
     """
@@ -66,7 +58,6 @@ class Runner:
         self.num_slots = num_slots
         self.num_failed_drafts = 0  # steps that went on without drafts, because the drafts failed
         self._context_layers = context_layers
-        self._is_rejection = plan.drafting.is_rejection
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
         # Root, length, seed and tokens of each row lie side by side, so that a request starts with one copy. One token
@@ -76,7 +67,6 @@ class Runner:
         self._history_BS = self._state_BX[:, 3:]
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
-        self._token_V = torch.arange(target.vocab_size, device=device)
         # What the host decides of each row, in one buffer of fixed address; graphs read views of it.
         self._params = [_NO_PARAMS] * num_rows
         self._decided: tuple[list[SamplingParams], dict[str, list[bool]]] = [], {}
@@ -177,9 +167,8 @@ class Runner:
 
         What a step reads besides tensors of fixed addresses is in the key of its graph.
         """
-        has_noise = rows.warp.has_noise and not self._is_rejection  # the rejection rule draws its own noise
         # Columns of the rows' state, which each kernel would copy.
-        noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if has_noise else None
+        noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if proposer.max_depth > 0:
             is_drafted_B1 = self._views["is_drafted_B"][: len(rows.root_B), None]
@@ -200,11 +189,7 @@ class Runner:
             if is_trial or self._graphs.is_recording or is_out_of_memory(error):
                 raise
             self._count_failure(first_line(error))
-        candidates = RootOnly(proposer.num_nodes).propose(rows, noise)
-        if self._is_rejection:  # padding has no q, but the rule reads one
-            shape = (len(rows.root_B), proposer.num_nodes - 1, len(self._token_V))
-            candidates = candidates._replace(log_q_BGV=torch.zeros((), device=self._root_B.device).expand(shape))
-        return candidates
+        return RootOnly(proposer.num_nodes).propose(rows, noise)
 
     def _count_failure(self, reason: str) -> None:
         """Count a step whose drafts failed, and name the first one in the log."""
@@ -321,14 +306,8 @@ class Runner:
         slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
         output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
         logits_BNV = self.target.logits(output.hidden_BTD)
-        if self._is_rejection:
-            log_p_BNV = warped_log_probs(logits_BNV, rows.warp)
-            position_BN = length_B1 + depth_BN + 1
-            noise_BNV = gumbel_noise(rows.seed_B, position_BN, self._token_V, stream=STREAM_RESIDUAL)
-            accepted = accept_samples(candidates, log_p_BNV, rows.seed_B, position_BN, noise_BNV)
-        else:
-            pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
-            accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
+        pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
+        accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, output.context_BTC
 
     def _commit(self, rows: RowState, accepted: AcceptedPath, emitted_BZ: Tensor, context_BNC: Tensor) -> None:

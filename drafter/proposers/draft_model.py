@@ -5,47 +5,37 @@ Shapes: B rows · T tokens of a forward · M = gamma drafted nodes · V vocabula
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.sampling import STREAM_DRAFT, Noise, gumbel_noise, pick_nodes, warped_log_probs
+from drafter.decoding.sampling import Noise, pick_nodes
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import NodeList
 from drafter.kernels.largest import argmax
-from drafter.proposers.options import Drafting, Verification
+from drafter.proposers.options import Drafting
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
-from drafter.utils.validate import require_choice, within
+from drafter.utils.validate import within
 
 _PREFILL_CHUNK = 256  # prompt tokens per forward
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelDrafting(Drafting):
-    """Numbers of two-model speculative decoding: gamma, and how drafts are made and accepted."""
+    """Numbers of two-model speculative decoding: gamma, and how drafts are made."""
 
     method: ClassVar = "draft-model"
     num_speculative_tokens: int = within(5, low=1, high=64)
     coupled: bool = True  # draft by the noise of sampling, which decides the target's next picks
-    verify: Verification = "coupled"  # the text of plain decoding; rejection: the distribution alone
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("verify", self.verify, get_args(Verification))
 
     @property
     def tree_size(self) -> int:
         """The chain and its root."""
         return 1 + self.num_speculative_tokens
-
-    @property
-    def is_rejection(self) -> bool:
-        """Whether ``verify`` is ``rejection``."""
-        return self.verify == "rejection"
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
@@ -66,10 +56,9 @@ class DraftModelProposer(Proposer):
     cache holds the keys and values of all committed tokens, except possibly the last one. Every step therefore feeds
     the last committed token again together with the root, which keeps the shapes constant.
 
-    With ``coupled`` verification a draft token is the draft model's pick under the noise of the target's coming pick,
-    or the most probable token where drafts are not coupled. With ``rejection`` a draft token is a sample of q by
-    independent noise, and the candidates carry q for the acceptance rule. The temperature and filters of a request
-    apply to q as to p.
+    A draft token is the draft model's pick under the noise of the target's coming pick, or the most probable token
+    where drafts are not coupled. The temperature and filters of a request apply to both models. The published rule of
+    acceptance, with probability min(1, p / q), is ``accept_chain`` of :mod:`drafter.reference`.
 
     Raises:
         ValueError: the two models do not share their vocabulary or device.
@@ -85,10 +74,8 @@ class DraftModelProposer(Proposer):
             )
         super().__init__((1,) * drafting.num_speculative_tokens)
         self._draft = draft
-        self._is_rejection = drafting.is_rejection
         self._coupled = drafting.coupled
         self._num_padded = target.vocab_size - draft.vocab_size
-        self._token_V = torch.arange(target.vocab_size, device=target.device)
         self._cache = draft.new_cache(0, 0)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -118,25 +105,20 @@ class DraftModelProposer(Proposer):
         hidden_BTD = self._forward(rows.history_BS.gather(1, place_BT), start_B, rows=rows)
         root_BTD = (rows.length_B - start_B)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
         hidden_BTD = hidden_BTD.gather(1, root_BTD)
-        drafts, log_qs = list[Tensor](), list[Tensor]()
+        drafts: list[Tensor] = []
         for step in range(self.max_depth):
             if step:
                 hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
             # Rows behind the tokens pad the two output matrices to different sizes: a negative pad cuts rows off.
             logits_BTV = F.pad(self._draft.logits(hidden_BTD), (0, self._num_padded), value=-torch.inf)
-            if self._is_rejection:
-                log_qs.append(warped_log_probs(logits_BTV, rows.warp))
-                position_B1 = rows.length_B[:, None] + step + 1
-                noise_BTV = gumbel_noise(rows.seed_B, position_B1, self._token_V, stream=STREAM_DRAFT)
-                drafts.append(argmax(log_qs[-1] + noise_BTV))  # of a greedy row the one token that has all mass
-            elif noise is None or not self._coupled:
+            if noise is None or not self._coupled:
                 drafts.append(argmax(logits_BTV))
             else:
                 drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], step), noise, rows.warp))
         token_BM = torch.cat(drafts, dim=1)
         parent_BM = torch.arange(-1, self.max_depth - 1, device=token_BM.device).expand_as(token_BM)
         score_BM = torch.zeros_like(token_BM, dtype=torch.float32)
-        return NodeList(token_BM, parent_BM, score_BM, torch.cat(log_qs, dim=1) if log_qs else None)
+        return NodeList(token_BM, parent_BM, score_BM)
 
     def _forward(
         self,

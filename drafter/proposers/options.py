@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
-Verification = Literal["coupled", "rejection"]
 COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
@@ -47,7 +46,7 @@ METHODS = {
     "draft-model": Way(
         "drafter.proposers.draft_model:DraftModelDrafting",
         ("num_speculative_tokens",),
-        {"G": "num_speculative_tokens", "rejection": ("verify", "rejection")},
+        {"G": "num_speculative_tokens"},
     ),
 }  # fmt: skip
 if TYPE_CHECKING:
@@ -66,11 +65,6 @@ class Drafting(Checked):
     def tree_size(self) -> int:
         """N, nodes that the target verifies in one forward, root included; a field, or computed from fields."""
         raise NotImplementedError
-
-    @property
-    def is_rejection(self) -> bool:
-        """Whether drafts are samples of q, which the rule of two-model speculative decoding accepts or rejects."""
-        return False
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: "RecurrentDrafter | None") -> Self:

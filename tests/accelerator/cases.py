@@ -125,7 +125,6 @@ STEPS: list[tuple[str, int, SamplingParams, RequestOptions | None, dict[str, str
     *product(("llama",), (1, 8), (GREEDY, FILTERED), (None,), ({},)),
     *((kind, *each, None, {}) for kind in ("gemma", "windows") for each in ((1, GREEDY), (8, FILTERED))),
     *product(("llama",), (2,), (GREEDY, FILTERED), (None,), [{"method": m} for m in ("none", "lookup", "draft-model")]),
-    ("llama", 2, FILTERED, None, {"method": "draft-model", "verify": "rejection"}),
     ("llama", 8, FILTERED, ASKED, {}),
 ]
 

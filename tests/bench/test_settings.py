@@ -11,7 +11,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("drafter:W6:L3:N12:uncoupled", {"beam_width": 6, "draft_length": 3, "tree_size": 12}, {"coupled": False}),
         ("drafter:W6:tau1.5:noise0.5", {"beam_width": 6}, {"tau": 1.5, "noise_weight": 0.5}),
         ("drafter:alone", {"copying": False}, {}),
-        ("draft-model:G3:rejection", {"num_speculative_tokens": 3}, {"verify": "rejection"}),
+        ("draft-model:G3", {"num_speculative_tokens": 3}, {}),
         ("lookup:W3:L6:N8", {"tree_size": 8}, {"num_matches": 3, "lookup_length": 6}),
     ):
         spec = parse_method(text)

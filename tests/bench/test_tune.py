@@ -117,7 +117,7 @@ def test_the_command_writes_a_file_that_other_commands_take(tmp_path: Path, monk
 
 
 def test_the_check_of_a_machine_needs_neither_network_nor_the_packages_of_other_rooms(tmp_path: Path) -> None:
-    """Every stage on a CPU, where attention in two parts cannot run and gives a row with an error."""
+    """Every stage on a CPU."""
     out = tmp_path / "check.jsonl"
     code = (
         "import sys\n"
@@ -127,10 +127,9 @@ def test_the_check_of_a_machine_needs_neither_network_nor_the_packages_of_other_
         "sys.exit(sum(main([stage, *words]) for stage in STAGES))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     rows = [row for row in map(json.loads, out.read_text().splitlines()) if "run" not in row]
-    assert [(row["stage"], row["form"]) for row in rows if "error" in row] == [("attention", "two parts")]
     assert all(row.get(name, 1) > 0 for row in rows for name in ("ms", "tokens_per_s")), rows
     texts = [row for row in rows if row["stage"] == "identity"]
     assert len(texts) == 8 and all(row["equal_texts"] == row["texts"] == 2 for row in texts)
-    assert {row["stage"] for row in rows} == {"identity", "steps", "attention", "prefill", "answers", "train"}
+    assert {row["stage"] for row in rows} == {"identity", "steps", "prefill", "answers", "train"}

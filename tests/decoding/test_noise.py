@@ -12,7 +12,7 @@ from scipy import stats
 
 from drafter.decoding import sampling
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.sampling import Noise, gumbel_noise, make_warp, mix64, pick_nodes, random_bits, uniform_noise
+from drafter.decoding.sampling import Noise, gumbel_noise, make_warp, mix64, pick_nodes, random_bits
 from drafter.kernels import native
 from tests.reference import hashing
 
@@ -107,19 +107,6 @@ def test_pairs_are_independent(name):
     assert stats.chisquare(torch.bincount(cell, minlength=256).numpy()).pvalue > ALPHA
     correlation = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1].item()
     assert abs(correlation) < 5 / math.sqrt(cell.numel())
-
-
-def test_uniform_noise_is_uniform_and_keyed():
-    seed_B, position_BT = torch.arange(400), torch.arange(250).expand(400, 250)
-    values = uniform_noise(seed_B, position_BT, stream=sampling.STREAM_ACCEPT)
-    assert values.dtype == torch.float32 and values.shape == (400, 250)
-    assert (values > 0).all() and (values < 1).all()
-    assert stats.kstest(values.flatten().double().numpy(), "uniform").pvalue > ALPHA
-    assert torch.equal(values[7:9, 3:5], uniform_noise(seed_B[7:9], position_BT[7:9, 3:5], sampling.STREAM_ACCEPT))
-    other = uniform_noise(seed_B, position_BT, stream=sampling.STREAM_RESIDUAL)
-    assert torch.corrcoef(torch.stack([values.flatten(), other.flatten()]))[0, 1].abs() < 5 / math.sqrt(1e5)
-    expected = hashing.uniform(hashing.mix64((hashing.stream_start(7, 3, 2) + hashing.GAMMA) % hashing.WORD))
-    assert values[7, 3].item() == pytest.approx(expected, rel=1e-6)
 
 
 FILTERED = [

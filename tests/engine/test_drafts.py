@@ -17,9 +17,8 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, TreeSizer
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from drafter.proposers.draft_model import DraftModelProposer
-from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import assert_lossless, ids, tiny_target
+from tests.engine.drafters import prompts_for, shared_target, trained_drafter
+from tests.engine.oracle import assert_lossless, ids
 
 PROMPTS = prompts_for(6, seed=100)
 PARAMS = [
@@ -127,14 +126,3 @@ def test_failing_drafts_end_no_answer(failure: str, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         assert_lossless(engine, list(zip(PROMPTS, PARAMS, strict=True)))
     assert engine.num_failed_drafts > 5 and caplog.text.count("goes on without drafts") == 1
-
-
-def test_a_failing_draft_model_ends_no_answer_by_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("a product refuses NaN")
-
-    monkeypatch.setattr(DraftModelProposer, "draft", fail)
-    plan = Plan.of("draft-model", verify="rejection", num_speculative_tokens=3)
-    engine = Engine(tiny_target(), config=plan, draft_model=tiny_target(1))
-    found = engine.generate([[3, 1, 4]], GREEDY)
-    assert ids(found) == answers_of(tiny_target(), [[3, 1, 4]], GREEDY) and engine.num_failed_drafts == 40

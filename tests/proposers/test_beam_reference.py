@@ -15,9 +15,9 @@ from torch.func import vmap
 
 from drafter import reference
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.sampling import STREAM_ACCEPT, Noise, gumbel_noise, make_warp, uniform_noise
+from drafter.decoding.sampling import Noise, gumbel_noise, make_warp
 from drafter.decoding.tree import Candidates, ancestors, pack_nodes
-from drafter.decoding.verify import accept_picks, accept_samples
+from drafter.decoding.verify import accept_picks
 from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
@@ -281,42 +281,6 @@ def test_ancestors_and_walk_equal_the_reference(form):
             assert emitted_BZ[row, : len(path)].tolist() == emitted and accepted.bonus_B[row].item() == emitted[-1]
             lengths.append(len(path))
     assert max(lengths) >= 5 and min(lengths) == 1
-
-
-def test_chain_rejection_equals_the_reference():
-    outcomes = set()
-    for number in range(NUM_TREE_CASES):
-        rng = random.Random(number)
-        torch.manual_seed(number)
-        num_rows, gamma, vocab_size = rng.randint(1, 4), rng.randint(1, 5), rng.choice([2, 3, 9])
-        p_BNV = (torch.randn(num_rows, gamma + 1, vocab_size) * 2).softmax(-1)
-        q_BGV = (p_BNV[:, :-1].log() + torch.randn(num_rows, gamma, vocab_size)).softmax(-1)
-        if rng.random() < 0.3:  # what top-k leaves: zeros in both
-            p_BNV[:, :, 0] = 0
-            p_BNV /= p_BNV.sum(-1, keepdim=True)
-        draft_BG = torch.distributions.Categorical(q_BGV).sample()
-        token_BN = torch.cat([torch.zeros(num_rows, 1, dtype=torch.int64), draft_BG], dim=1)
-        depth_BN = torch.arange(gamma + 1).expand(num_rows, -1)
-        candidates = Candidates(
-            token_BN,
-            (depth_BN - 1).clamp_min(0),
-            depth_BN,
-            torch.ones_like(token_BN, dtype=torch.bool),
-            log_q_BGV=q_BGV.log(),
-        )
-        seed_B = torch.randint(-(2**62), 2**62, (num_rows,))
-        position_BN = torch.randint(0, 1000, (num_rows, 1)) + depth_BN
-        noise_BNV = gumbel_noise(seed_B, position_BN, torch.arange(vocab_size), stream=3)
-        accepted = accept_samples(candidates, p_BNV.log(), seed_B, position_BN, noise_BNV)
-        coin_BG = uniform_noise(seed_B, position_BN[:, :-1], STREAM_ACCEPT)
-        num_accepted_B = vmap(reference.accept_chain)(p_BNV, q_BGV, draft_BG, coin_BG)
-        bonus_BV = vmap(reference.bonus_distribution)(p_BNV, q_BGV, num_accepted_B)
-        assert torch.equal(accepted.num_accepted_B, num_accepted_B)
-        for row in range(num_rows):
-            num_accepted = accepted.num_accepted_B[row].item()
-            assert reference.draw(bonus_BV[row], noise_BNV[row, num_accepted]) == accepted.bonus_B[row].item()
-            outcomes.add(num_accepted / gamma)
-    assert {0.0, 1.0} <= outcomes and len(outcomes) > 4
 
 
 def test_ties_keep_the_parent(form):

@@ -1,4 +1,4 @@
-"""The two-model chain: answers equal to autoregressive decoding, the rejection rule's distribution, its cache."""
+"""The two-model chain: answers equal to autoregressive decoding, its cache."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,7 +12,7 @@ from drafter.proposers import draft_model
 from drafter.proposers.draft_model import check_same_vocabulary
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
-from tests.engine.oracle import VOCAB, answer, assert_lossless, ids, requests, tiny_target
+from tests.engine.oracle import VOCAB, answer, assert_lossless, requests, tiny_target
 
 
 def engine_of(draft: Target, target: Target, **numbers: object) -> Engine:
@@ -28,8 +28,7 @@ def test_oracle(max_num_seqs: int, gamma: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_own_draft_is_always_right(gamma: int, verify: str) -> None:
+def test_own_draft_is_always_right(gamma: int) -> None:
     """The target drafting for itself: every draft is kept, greedy or sampled, so the draft cache is never stale.
 
     Answers end at different times, so rows move.
@@ -42,16 +41,9 @@ def test_own_draft_is_always_right(gamma: int, verify: str) -> None:
         )
         for index, (n, t) in enumerate(((1, 0.0), (2, 1.0), (10, 0.7), (6, 1.0), (3, 0.0)))
     ]
-    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma, verify=verify)
+    engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1)
-
-
-def test_rejection_does_not_depend_on_the_batch() -> None:
-    asked = requests(5, temperatures=(1.0, 0.0))
-    engines = [engine_of(tiny_target(1), tiny_target(), verify="rejection", max_num_seqs=rows) for rows in (1, 4)]
-    one, other = (ids(answer(engine, asked)) for engine in engines)
-    assert one == other
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
@@ -59,15 +51,12 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("num_rows", [VOCAB - 7, VOCAB + 7])
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_a_draft_model_with_another_padding_never_drafts_padded_rows(num_rows: int, verify: str) -> None:
+def test_a_draft_model_with_another_padding_never_drafts_padded_rows(num_rows: int) -> None:
     """The same tokenizer, and a target that picks its own padded rows too, being random."""
     tokenizer = tokenizer_of([f"w{number}" for number in range(VOCAB - 9)])
     models = (tiny_target(1, vocab_size=num_rows), tiny_target())
     draft, target = (wrap_model(each.model, tokenizer, name="one") for each in models)
-    engine = engine_of(draft, target, max_num_seqs=3, verify=verify)
-    asked = requests(5, temperatures=(0.0, 1.0) if verify == "coupled" else (0.0,))
-    assert_lossless(engine, asked)
+    assert_lossless(engine_of(draft, target, max_num_seqs=3), requests(5, temperatures=(0.0, 1.0)))
 
 
 def test_foreign_vocabulary_is_refused() -> None:

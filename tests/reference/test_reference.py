@@ -1,5 +1,6 @@
 """The readable reference: the toy drafter by its numbers, vmap for beams and batch, acceptance rules, whole answers."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -74,6 +75,24 @@ def test_draft_tree_by_hand():
     assert [n.token for n in reference.keep_best_nodes(nodes, 3)] == [0, 1, 0]
     assert [(n.token, n.parent) for n in reference.keep_best_nodes(nodes, 4)] == [(0, 0), (1, 0), (2, 0), (0, 1)]
     assert reference.keep_final_beams(nodes, 2) == nodes
+
+
+def test_the_rule_of_two_models_draws_its_tokens_from_p():
+    """Over all drafts of two tokens and a fine grid of coins; q has a token that p lacks."""
+    p, q = (torch.randn(rows, 3).softmax(-1) for rows in (3, 2))
+    p[0] = torch.tensor([0.0, 0.3, 0.7])
+    coins, first, both = (torch.arange(200) + 0.5) / 200, torch.zeros(3), torch.zeros(())
+    for one, two in itertools.product(range(3), repeat=2):
+        draft, weight = torch.tensor([one, two]), q[0, one] * q[1, two]
+        kept = vmap(partial(reference.accept_chain, p, q, draft))(torch.cartesian_prod(coins, coins))
+        share = [float((kept == number).float().mean()) for number in range(3)]
+        first[one] += weight * (share[1] + share[2])
+        first += weight * share[0] * reference.bonus_distribution(p, q, torch.tensor(0))
+        both += weight * share[2]
+    torch.testing.assert_close(first, p[0], atol=5e-3, rtol=0)
+    kept_of = [torch.minimum(p[row], q[row]).sum() for row in (0, 1)]
+    torch.testing.assert_close(both, kept_of[0] * kept_of[1], atol=5e-3, rtol=0)
+    torch.testing.assert_close(reference.bonus_distribution(p, q, torch.tensor(2)), p[2])
 
 
 @pytest.mark.parametrize("keep", [reference.keep_best_nodes, reference.keep_final_beams])

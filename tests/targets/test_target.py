@@ -4,7 +4,6 @@ Shapes: B rows · N tree nodes · T tokens · S slots · D hidden size · V voca
 """
 
 import itertools
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +24,11 @@ from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
 from tests.engine.oracle import answer, oracle, requests
-from tests.runtimes.kernels import put_kernels_on_the_cpu
+from tests.runtimes.torch.test_masks import path_to, random_parents
 from tests.serving.tiny import tiny_target as tiny_chat_target
-from tests.targets.test_masks import path_to, random_parents
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
 
 NUM_NODES, NUM_SLOTS = 7, 40
-# Windows, or keys and values of two sizes: attention under one mask alone.
-NOT_IN_PARTS = ("Mistral", "Gemma3Text", "Cohere2", "Olmo3", "DeepseekV3", "Llama4Text")
 
 
 def tiny(name: str = "Llama", **changes: Any) -> Target:
@@ -85,20 +81,14 @@ def check_trees_over_ragged_rows(target: Target, plain: Target) -> None:
     assert torch.allclose(target.logits(hidden_BND), plain.logits(hidden_BND), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["own", "folded", "two parts"])
+@pytest.mark.parametrize("form", ["own", "folded"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(
-    name: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_over_ragged_rows_equal_their_paths_before_and_after_compaction(name: str, form: str) -> None:
     target = tiny(name)
     if form != "own":
         target.runtime.prepare_decoding()
         if target.model.config._attn_implementation != FOLDED_ATTENTION:
             pytest.skip("its attention is not SDPA")
-    if form == "two parts":
-        put_kernels_on_the_cpu(monkeypatch)
-        with pytest.raises(ValueError, match="two parts") if name in NOT_IN_PARTS else nullcontext():
-            target.runtime.use_two_parts()
     check_trees_over_ragged_rows(target, target if form == "own" else tiny(name))
 
 

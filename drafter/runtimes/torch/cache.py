@@ -77,7 +77,6 @@ class SlotCache(Cache):
         spare_slot: index of the slot that takes the writes of padding; never visible.
         rows: that take part in the next forward, a slice.
         window: slots that attention looks at in the next forward.
-        written: keys and values [B, H, T, K] that the running layer wrote; None once attention in two parts read them.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class SlotCache(Cache):
         self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
         self.rows = slice(0, num_rows)
         self.window = num_slots
-        self.written: tuple[Tensor, Tensor] | None = None
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
         """Say where the next forward writes and what it sees.
@@ -131,7 +129,6 @@ class SlotCache(Cache):
         Returns:
             The visible keys and values of the rows that run, [B, H, S, K]; views.
         """
-        self.written = key_states, value_states
         row_B1, slot_BT = self._places[layer_idx][0].row_B1[self.rows], self._places[layer_idx][0].slot_BT
         keys, values = self.layer(layer_idx)
         for kept, new in ((keys, key_states), (values, value_states)):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drafter.kernels.packed import can_pack, pack_linears
 from drafter.runtimes.base import Slots, TargetOutput, Traits, process_threads
-from drafter.runtimes.torch.attention import TwoParts, use_folded_attention
+from drafter.runtimes.torch.attention import use_folded_attention
 from drafter.runtimes.torch.cache import NothingKept, SlotCache, cache_keyword
 from drafter.runtimes.torch.capabilities import Capabilities, LogitMap, decoder_of, final_norm, probe, refusal
 from drafter.runtimes.torch.quantized import dense_weight, has_plain_weights
@@ -58,7 +58,7 @@ class TorchRuntime:
         self.model: Any = model.eval().requires_grad_(False)
         self.capabilities = capabilities or probe(model, target_name)
         self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
-        self._has_two_parts, self._cache_type = False, SlotCache
+        self._cache_type = SlotCache
         self._compiled: set[Any] = set()  # forms of attention and layers of contexts
         self.decoder = decoder_of(model)
         self._cache_keyword = cache_keyword(self.decoder)
@@ -124,32 +124,12 @@ class TorchRuntime:
         """Compile the layers for the forwards over caches that are made from now on
         (:func:`drafter.runtimes.torch.compiled.compile_layers`). The model stays so.
         """
-        form = self._has_two_parts, tuple(context_layers)
+        form = tuple(context_layers)
         if form not in self._compiled:
             from drafter.runtimes.torch.compiled import compile_layers
 
             self._compiled.add(form)
             self._cache_type = compile_layers(self, context_layers)
-
-    def use_two_parts(self, *, is_on: bool = True) -> None:
-        """Compute the attention of trees in two parts (:class:`drafter.runtimes.torch.attention.TwoParts`), or not.
-
-        Raises:
-            ValueError: this model or device cannot; the mask stays.
-        """
-        self._has_two_parts = False
-        if not is_on:
-            return
-        shape = self.capabilities.cache_shape
-        if self.capabilities.windows or not shape.is_uniform or shape.layers[0].key_dim != shape.layers[0].value_dim:
-            raise ValueError("attention in two parts needs layers of one shape, without windows")
-        use_folded_attention(self.model)
-        try:
-            self._has_two_parts = True
-            _check_tree_forward(self, "in two parts")
-        except ValueError as error:
-            self._has_two_parts = False
-            raise ValueError(f"attention in two parts does not run here: {error}") from error
 
     def new_cache(self, num_rows: int, num_slots: int) -> SlotCache:
         device = self._layer_devices or self.device
@@ -161,13 +141,8 @@ class TorchRuntime:
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: SlotCache | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        extra: dict[str, Any] = {}
         if slots is not None and cache is not None:
             cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
-            if self._has_two_parts and slots.ancestor_BTT is not None:
-                num_groups = self.capabilities.cache_shape.layers[0].num_heads
-                heads = self.model.config.get_text_config(decoder=True).num_attention_heads
-                extra = {"parts": TwoParts.of(slots, cache, num_groups, heads // num_groups, self.dtype)}
         output: Any = self.decoder(
             input_ids=token_BT,
             attention_mask=None if slots is None else self._masks(slots),
@@ -176,12 +151,7 @@ class TorchRuntime:
             use_cache=cache is not None,
             output_hidden_states=bool(context_layers),
             return_dict=True,
-            **extra,
         )
-        if cache is not None:
-            if extra and cache.written is not None:
-                raise ValueError("the layers of this model do not hand on what attention in two parts needs")
-            cache.written = None
         hidden_BTD = output.last_hidden_state
         if not context_layers:
             return TargetOutput(hidden_BTD, hidden_BTD)

@@ -11,7 +11,7 @@ import torch
 import drafter.proposers.beam as beam_module
 import drafter.training.build as build_module
 from drafter.engine import runner
-from drafter.runtimes import torch as torch_runtime
+from drafter.runtimes.torch import runtime as torch_runtime
 from scripts.gpu_check import STAGES, main
 
 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -48,6 +48,4 @@ def test_every_stage_writes_its_rows(tmp_path: Path) -> None:
         assert main([stage, "--small", "--shapes", "tiny", "--no-real", "--out", str(out)]) == 0
     rows = [row for row in map(json.loads, out.read_text().splitlines()) if "run" not in row]
     assert {row["stage"] for row in rows} == set(STAGES)
-    forms = {(row["form"], row["is_compiled"]) for row in rows if row["stage"] == "attention" and "ms" in row}
-    assert len(forms) == 4
     assert [row["waits_per_step"] for row in rows if row["stage"] == "train"] == [0.0, 0.0]
