@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q5_K", "Q6_K")
+FORMATS = (
+    "F32", "BF16", "F16", "Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q5_K", "Q6_K",
+    "Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
 NORMS = {"none": 0, "rms": 1, "layer": 2}
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
 LANES = 16  # outputs of a block; slots of a block of keys
@@ -144,7 +147,7 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(file))
     except OSError:  # not there, or built for another system
         return None
-    found.block_bytes.restype = _long
+    found.matrix_bytes.restype = _long
     found.instructions.restype = ctypes.c_char_p
     found.noise.argtypes = [_int, _int, _long, _long, _address, _address, _address, _long, _address]
     found.pick.argtypes = [_int, _int, _long, _address, ctypes.POINTER(Sampling), _address, _address]
@@ -189,7 +192,7 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
     assert target in (None, source, *FORMATS[:3], "Q8_0"), f"{source} is not packed as {target}"
     number, given = FORMATS.index(target or source), FORMATS.index(source)
     lib = _library()
-    blocks = torch.empty(int(lib.block_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)
+    blocks = torch.empty(int(lib.matrix_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)
     blocks = blocks[-blocks.data_ptr() % 64 :]  # lines of the processor's caches
     addresses = (ctypes.c_void_p * len(rows))(*rows)
     lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr()))

@@ -16,6 +16,9 @@ from drafter.kernels import native
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
 
 ALL = ("avx512-vnni", "avx-vnni", "avx2", "plain")
+# Where the float16 numbers of a block stand.
+SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}  # fmt: skip
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -42,14 +45,14 @@ def stored_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> tuple[np
         tensor = torch.from_numpy(weight).to(FLOATS[name])
         return tensor.view(torch.uint8).numpy().reshape(outputs, -1), tensor.float()
     kind = Kind[name]
-    if name in ("Q4_0", "Q4_1", "Q8_0"):
+    try:
         rows = gguf.quants.quantize(weight, kind)
-    else:  # any bytes are integers; scales are small halves
+    except NotImplementedError:  # any bytes are integers; scales are small halves
         block, size = gguf.GGML_QUANT_SIZES[kind]
         rows = generator.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
-        scale = generator.uniform(0.001, 0.01, (outputs, inputs // block, 2)).astype(np.float16).view(np.uint8)
-        where = slice(208, 210) if name == "Q6_K" else slice(0, 4)
-        rows[:, :, where] = scale[:, :, : where.stop - where.start]
+        for place in SCALES[name]:
+            scale = generator.uniform(0.001, 0.01, (outputs, inputs // block, 1)).astype(np.float16).view(np.uint8)
+            rows[:, :, place : place + 2] = scale
         rows = rows.reshape(outputs, -1)
     return rows, torch.from_numpy(gguf.quants.dequantize(rows, kind))
 
@@ -98,6 +101,12 @@ def test_rounded_activations_give_the_product_of_the_integers(name: str, instruc
     rounded_NI = ((x_NGI * (127 / most_NG1)).round() * (most_NG1 / 127)).view(5, 256)
     found = native.multiply(packed(name, rows, 256, is_rounded=True), x_NI)
     assert_product(found, rounded_NI, weight_OI, torch.zeros(48))
+
+
+@pytest.mark.parametrize("name", native.FORMATS)
+def test_blocks_are_hardly_larger_than_the_file(name: str) -> None:
+    rows, _ = stored_rows(name, 32, 512)
+    assert native.library().matrix_bytes(native.FORMATS.index(name), 32, 512) <= 1.03 * rows.nbytes  # type: ignore[union-attr]
 
 
 def test_float_weights_of_one_value_have_the_same_bits_in_every_format(instructions: str) -> None:

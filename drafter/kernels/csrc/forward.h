@@ -40,7 +40,7 @@ INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::
 
 struct Work {  // of one call: activations of N tokens
   // Values for all: a constructor that runs at loading would be code of an instruction set that may be missing.
-  Memory memory[13]{}; int N = 0;
+  Memory memory[12]{}; int N = 0;
   float *x = nullptr, *spare = nullptr, *y = nullptr, *qkv = nullptr, *heads = nullptr, *up = nullptr, *rows = nullptr;
   long stride = 0;  // of rows
   Rows input{};  // of the next product, in panels
@@ -49,8 +49,8 @@ struct Work {  // of one call: activations of N tokens
     x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
     up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
     const int R = panel_rows(n); const long all = padded(n, R) * stride;
-    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), memory[9].need(all / GROUP), (int32_t*)memory[10].need(all / GROUP), (int32_t*)memory[11].need(all / 16), stride, R};
-    spare = memory[12].need(n * hidden);
+    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), memory[9].need(all / GROUP), (int32_t*)memory[10].need(3 * all / GROUP), stride, R};
+    spare = memory[11].need(n * hidden);
   }
   float* row(long n) const { return rows + n * stride; }
 };

@@ -24,6 +24,11 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef F AnyF __attribute__((aligned(4), may_alias));
 typedef I AnyI __attribute__((aligned(4), may_alias));
 #define UNROLL _Pragma("GCC unroll 16")
+#if defined(__AVX2__)
+#define UNROLL_PRODUCTS UNROLL
+#else
+#define UNROLL_PRODUCTS _Pragma("GCC unroll 1")  // a product of bytes is a loop itself
+#endif
 #define APART static __attribute__((noinline))  // a loop whose registers are chosen for itself
 #define INLINE static inline __attribute__((always_inline))
 
@@ -49,6 +54,10 @@ INLINE F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (_
 INLINE F greater(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE I round(F x) { return (I)_mm512_cvtps_epi32((__m512)x); }
 INLINE F half(const uint16_t* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE I bytes(const char* p) { return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }  // signed
+INLINE I look_up(const uint8_t* table, I v) {  // 16 bytes, by each byte of v
+  return (I)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), (__m512i)v);
+}
 // Four products of unsigned by signed bytes are added to each lane.
 INLINE I dot4(I sum, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s); }
 INLINE void store_bytes(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8((__m512i)x)); }
@@ -58,6 +67,10 @@ INLINE F fma(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (_
 INLINE F greater(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE I round(F x) { return (I)_mm256_cvtps_epi32((__m256)x); }
 INLINE F half(const uint16_t* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE I bytes(const char* p) { return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+INLINE I look_up(const uint8_t* table, I v) {
+  return (I)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), (__m256i)v);
+}
 #if defined(__AVXVNNI__)
 INLINE I dot4(I sum, I u, I s) { return (I)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)u, (__m256i)s); }
 #endif
@@ -82,6 +95,11 @@ static float half_of(uint16_t h) {
   memcpy(&x, &plain, 4);
   if (size < 0x400) x = (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f;  // subnormal
   return x;
+}
+INLINE I bytes(const char* p) { I x; for (int i = 0; i < LANES; i++) x[i] = (int8_t)p[i]; return x; }
+INLINE I look_up(const uint8_t* table, I v) {
+  for (int i = 0; i < LANES; i++) { uint8_t b[4]; memcpy(b, &v[i], 4); for (uint8_t& each : b) each = table[each]; memcpy(&v[i], b, 4); }
+  return v;
 }
 INLINE F half(const uint16_t* p) { F x; for (int i = 0; i < LANES; i++) x[i] = half_of(p[i]); return x; }
 #endif

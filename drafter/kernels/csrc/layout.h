@@ -6,15 +6,15 @@
 //
 //   float32, float16   input k of output o: number 16 k + o of the block.
 //   bfloat16           inputs in pairs, output by output: input 2 j + i of output o is word 32 j + 2 o + i.
-//   4-bit integers     a group is 16 scales, 16 offsets where the format has offsets, 256 bytes. Byte 64 j + 4 o + i holds the
-//                      inputs 4 j + i (low half) and 16 + 4 j + i (high half) of output o, for j in 0 .. 3.
-//   8-bit integers     a group is 16 scales (32 for Q6_K, whose scale holds for 16 inputs), offsets, 512 bytes. Byte
-//                      64 j + 4 o + i is input 4 j + i of output o plus 128, for j in 0 .. 7.
+//   integers           as `Type` says. T.groups groups lie together: 16 float16 numbers, 16 more where the format has offsets,
+//                      integer scales and offsets of the groups, and then the integers of each group, in one section or two:
+//                      the low bits and the high bits. Byte 64 (j % b) + 4 o + i of a section of b bits holds bits of the input
+//                      4 j + i of output o, for j in 0 .. 7, from bit b (j / b) on.
 //
-// A weight is scale * (integer - 8) for Q4_0, scale * integer + offset for Q4_1, Q4_K and Q5_K, scale * integer for Q8_0 and Q6_K.
-// Scales and offsets are float16 where the file has one of each for a group (Q4_0, Q4_1, Q8_0), else float32.
-// Worked example, Q8_0: weight (o = 3, k = 37) of a matrix of 64 inputs lies in group 1 of block 0, j = 1, i = 1: byte
-// 32 + 64 + 12 + 1 of the group, whose first 32 bytes are the scales.
+// A weight is scale * (integer - zero) + offset, where scale and offset are float16 numbers, or those times integers. Formats with
+// integer scales have 8 groups to a pair of float16 numbers, and their offsets count downwards.
+// Worked examples, weight (o = 3, k = 37) of a matrix of 64 inputs: group 1 of block 0, j = 1, i = 1. Q8_0: byte 32 + 64 + 12 + 1
+// of the group. Q5_0: low half of byte 32 + 64 + 12 + 1, and bit 1 of byte 32 + 256 + 12 + 1.
 //
 // Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32, the
 // head_dim of values padded to a multiple of 16.
@@ -22,7 +22,47 @@
 #include <cstddef>
 #include <cstdint>
 
-enum Format { F32, BF16, F16, Q4_0, Q4_1, Q4_K, Q8_0, Q5_K, Q6_K, NUM_FORMATS };
+enum Format { F32, BF16, F16, Q4_0, Q4_1, Q4_K, Q8_0, Q5_K, Q6_K, Q5_0, Q5_1, Q2_K, Q3_K, IQ4_NL, IQ4_XS, NUM_FORMATS };
+
+// How a format of integers lies in blocks.
+struct Type {
+  int low, high;    // bits of an integer in the first section, and in the second
+  int zero;         // the integer that stands for 0; a power of 2, or 0
+  int scales;       // of a group: one, or one for each 16 inputs
+  bool has_offset;  // as many as scales
+  int scale_bits;   // of integer scales and offsets; 0: float16 numbers alone
+  int groups;       // that lie together
+  bool is_table;    // integers are places in TABLE
+  constexpr int units() const { return 32 * (1 + has_offset); }  // bytes of float16 numbers; then of integer scales; of integers
+  constexpr int smalls() const { return 16 * groups * scales * (1 + has_offset) * scale_bits / 8; }
+  constexpr int integers() const { return 64 * (low + high); }
+  constexpr int bytes() const { return low >= 16 ? 64 * low : units() + smalls() + groups * integers(); }
+};
+// Integer scales and offsets of 16 outputs: number n of group g (its scales, then its offsets) is, for output o, with 8 bits byte
+// 16 (numbers g + n) + o; with 4 bits a half of byte 16 (2 g + n % 2) + o, the high one for n >= 2; with 6 bits, plus 32, a half of
+// byte 16 g + o, and two bits of byte 16 (8 + g / 2) + o from bit 4 (g % 2) + 2 n on.
+constexpr Type types[NUM_FORMATS] = {
+  {32, 0, 0, 0, false, 0, 1, false},   // F32: plain numbers, as BF16 and F16
+  {16, 0, 0, 0, false, 0, 1, false},
+  {16, 0, 0, 0, false, 0, 1, false},
+  {4, 0, 8, 1, false, 0, 1, false},    // Q4_0
+  {4, 0, 0, 1, true, 0, 1, false},     // Q4_1
+  {4, 0, 0, 1, true, 8, 8, false},     // Q4_K
+  {8, 0, 128, 1, false, 0, 1, false},  // Q8_0
+  {4, 1, 0, 1, true, 8, 8, false},     // Q5_K
+  {4, 2, 32, 2, false, 8, 8, false},   // Q6_K
+  {4, 1, 16, 1, false, 0, 1, false},   // Q5_0
+  {4, 1, 0, 1, true, 0, 1, false},     // Q5_1
+  {2, 0, 0, 2, true, 4, 8, false},     // Q2_K
+  {2, 1, 4, 2, false, 6, 8, false},    // Q3_K
+  {4, 0, 128, 1, false, 0, 1, true},   // IQ4_NL
+  {4, 0, 128, 1, false, 8, 8, true},   // IQ4_XS
+};
+constexpr int64_t block_bytes(int format, int inputs) {  // of 16 outputs
+  return (inputs + 31) / 32 / types[format].groups * (int64_t)types[format].bytes();
+}
+constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // with zero at 128
+
 enum NormKind { NO_NORM, RMS_NORM, LAYER_NORM };
 enum Activation { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
 

@@ -58,13 +58,6 @@ static const Choice* chosen = best();
 static std::mutex mutex;  // the pool runs one job at a time
 
 // ---- blocks: see layout.h ----
-struct Shape { int scale_bytes, num_scales, has_offset, bytes; };  // of a group of 32 inputs by 16 outputs
-static const Shape shapes[NUM_FORMATS] = {
-  {0, 0, 0, 2048}, {0, 0, 0, 1024}, {0, 0, 0, 1024}, {2, 1, 0, 256}, {2, 1, 1, 256}, {4, 1, 1, 256}, {2, 1, 0, 512}, {4, 1, 1, 512}, {4, 2, 0, 512}};
-static int64_t group_bytes(int format) {
-  const Shape& s = shapes[format];
-  return 16 * s.scale_bytes * (s.num_scales + s.has_offset) + s.bytes;
-}
 static float from_half(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000) << 16, size = h & 0x7fff; float x;
   const uint32_t word = sign | ((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23));
@@ -73,45 +66,101 @@ static float from_half(uint16_t h) {
 }
 static uint16_t half_at(const uint8_t* p) { uint16_t h; memcpy(&h, p, 2); return h; }
 
-struct Group { float scale[2], offset; uint16_t scale_half, offset_half; uint8_t q[32]; };  // q as the block stores it
+// 32 inputs of an output, as a block stores them: float16 numbers, integer scales and then offsets, integers.
+struct Group { uint16_t scale, offset; int small[4]; uint8_t q[32]; };
+
 // The scale and the offset of group j (0 .. 7) in the 12 bytes of 6 bits of Q4_K and Q5_K.
-static void six_bits(const uint8_t* s, int j, int& scale, int& offset) {
-  if (j < 4) { scale = s[j] & 63; offset = s[j + 4] & 63; return; }
-  scale = (s[j + 4] & 15) | (s[j - 4] >> 6 << 4); offset = (s[j + 4] >> 4) | (s[j] >> 6 << 4);
+static void six_bits(const uint8_t* s, int j, int* small) {
+  if (j < 4) { small[0] = s[j] & 63; small[1] = s[j + 4] & 63; return; }
+  small[0] = (s[j + 4] & 15) | (s[j - 4] >> 6 << 4); small[1] = (s[j + 4] >> 4) | (s[j] >> 6 << 4);
 }
 static Group read_group(int format, const uint8_t* row, long g) {
   Group r{};
+  const int j = g % 8;  // of 256 inputs
   switch (format) {
-    case Q4_0: case Q4_1: {
-      const uint8_t* b = row + g * (format == Q4_0 ? 18 : 20);
-      r.scale_half = half_at(b); b += 2;
-      if (format == Q4_1) { r.offset_half = half_at(b); b += 2; }
-      for (int i = 0; i < 16; i++) { r.q[i] = b[i] & 15; r.q[i + 16] = b[i] >> 4; }
+    case Q4_0: case Q4_1: case Q5_0: case Q5_1: case IQ4_NL: {  // 16 bytes with two integers each
+      const bool has_offset = types[format].has_offset, has_fifth = types[format].high > 0;
+      const uint8_t *b = row + g * (18 + 2 * has_offset + 4 * has_fifth), *fifth = b + 2 + 2 * has_offset, *q = fifth + 4 * has_fifth;
+      r.scale = half_at(b);
+      if (has_offset) r.offset = half_at(b + 2);
+      for (int i = 0; i < 32; i++) {
+        r.q[i] = q[i % 16] >> (i / 16 * 4) & 15;
+        if (has_fifth) r.q[i] |= (fifth[i / 8] >> (i % 8) & 1) << 4;
+      }
       break;
     }
     case Q8_0: {
       const uint8_t* b = row + g * 34;
-      r.scale_half = half_at(b);
+      r.scale = half_at(b);
       for (int i = 0; i < 32; i++) r.q[i] = b[2 + i] + 128;
       break;
     }
     case Q4_K: case Q5_K: {  // groups 2 i and 2 i + 1 are the low and the high halves of 32 bytes; Q5_K has a fifth bit each
-      const uint8_t* b = row + g / 8 * (format == Q4_K ? 144 : 176); const int j = g % 8; int scale, offset;
-      six_bits(b + 4, j, scale, offset);
-      r.scale[0] = from_half(half_at(b)) * scale; r.offset = -(from_half(half_at(b + 2)) * offset);
+      const uint8_t* b = row + g / 8 * (format == Q4_K ? 144 : 176);
+      r.scale = half_at(b); r.offset = half_at(b + 2);
+      six_bits(b + 4, j, r.small);
       const uint8_t *low = b + (format == Q4_K ? 16 : 48) + 32 * (j / 2), *high = b + 16;
-      for (int i = 0; i < 32; i++) r.q[i] = (low[i] >> (4 * (j % 2)) & 15) + (format == Q5_K ? (high[i] >> j & 1) * 16 + 128 : 0);
+      for (int i = 0; i < 32; i++)
+        r.q[i] = (low[i] >> (4 * (j % 2)) & 15) | (format == Q5_K ? (high[i] >> j & 1) << 4 : 0);
       break;
     }
     case Q6_K: {  // half a block: 64 bytes of low halves, 32 bytes with two high bits of four inputs each
-      const uint8_t* b = row + g / 8 * 210; const int h = g % 8 / 4, j = g % 4;
-      const float unit = from_half(half_at(b + 208)); const int8_t* scale = (const int8_t*)b + 192 + 8 * h + 2 * j;
-      r.scale[0] = unit * scale[0]; r.scale[1] = unit * scale[1];
-      for (int i = 0; i < 32; i++) r.q[i] = (b[64 * h + 32 * (j % 2) + i] >> (4 * (j / 2)) & 15) + (b[128 + 32 * h + i] >> (2 * j) & 3) * 16 - 32 + 128;
+      const uint8_t *b = row + g / 8 * 210, *low = b + 64 * (j / 4) + 32 * (j % 2), *high = b + 128 + 32 * (j / 4);
+      r.scale = half_at(b + 208);
+      for (int h = 0; h < 2; h++) r.small[h] = b[192 + 2 * j + h];
+      for (int i = 0; i < 32; i++) r.q[i] = (low[i] >> (4 * (j % 4 / 2)) & 15) | (high[i] >> (2 * (j % 4)) & 3) << 4;
+      break;
+    }
+    case Q2_K: {  // 16 bytes with a scale and an offset for 16 inputs each; a byte has two bits of four groups
+      const uint8_t *b = row + g / 8 * 84, *q = b + 16 + 32 * (j / 4);
+      r.scale = half_at(b + 80); r.offset = half_at(b + 82);
+      for (int h = 0; h < 2; h++) { r.small[h] = b[2 * j + h] & 15; r.small[2 + h] = b[2 * j + h] >> 4; }
+      for (int i = 0; i < 32; i++) r.q[i] = q[i] >> (2 * (j % 4)) & 3;
+      break;
+    }
+    case Q3_K: {  // 32 bytes of third bits, 64 of two bits, 12 of scales
+      const uint8_t *b = row + g / 8 * 110, *q = b + 32 + 32 * (j / 4), *s = b + 96;
+      r.scale = half_at(b + 108);
+      for (int h = 0; h < 2; h++) {
+        const int n = 2 * j + h;
+        r.small[h] = (s[n % 8] >> (n / 8 * 4) & 15) | (s[8 + n % 4] >> (n / 4 * 2) & 3) << 4;
+      }
+      for (int i = 0; i < 32; i++) r.q[i] = (q[i] >> (2 * (j % 4)) & 3) | (b[i] >> j & 1) << 2;
+      break;
+    }
+    case IQ4_XS: {  // two bytes of high bits of scales, four of low bits
+      const uint8_t *b = row + g / 8 * 136, *q = b + 8 + 16 * j;
+      r.scale = half_at(b);
+      r.small[0] = ((b[4 + j / 2] >> (4 * (j % 2)) & 15) | (half_at(b + 2) >> (2 * j) & 3) << 4) - 32;
+      for (int i = 0; i < 32; i++) r.q[i] = q[i % 16] >> (i / 16 * 4) & 15;
       break;
     }
   }
   return r;
+}
+// Group g of output o to its place in the block that begins at `to`.
+static void write_group(const Type& t, const Group& r, long g, int o, uint8_t* to) {
+  uint8_t* b = to + g / t.groups * t.bytes();
+  const int i = g % t.groups, num = t.scales * (1 + t.has_offset);
+  memcpy(b + 2 * o, &r.scale, 2);
+  if (t.has_offset) memcpy(b + 32 + 2 * o, &r.offset, 2);
+  uint8_t* s = b + t.units() + o;
+  for (int n = 0; n < num; n++) {
+    if (t.scale_bits == 8) s[16 * (num * i + n)] = r.small[n];
+    if (t.scale_bits == 4) s[16 * (2 * i + n % 2)] |= r.small[n] << (n / 2 * 4);
+    if (t.scale_bits == 6) {
+      s[16 * i] |= (r.small[n] & 15) << (4 * n);
+      s[16 * (8 + i / 2)] |= r.small[n] >> 4 << (i % 2 * 4 + 2 * n);
+    }
+  }
+  uint8_t* q = b + t.units() + t.smalls() + i * t.integers() + 4 * o;
+  auto put = [&](int width, int bits, int k, uint8_t* section) {  // of input k
+    section[64 * (k / 4 % width) + k % 4] |= bits << (k / 4 / width * width);
+  };
+  for (int k = 0; k < 32; k++) {
+    put(t.low, r.q[k] & ((1 << t.low) - 1), k, q);
+    if (t.high) put(t.high, r.q[k] >> t.low, k, q + 64 * t.low);
+  }
 }
 static float read_float(int format, const uint8_t* row, long k) {
   if (format == F32) { float x; memcpy(&x, row + 4 * k, 4); return x; }
@@ -136,8 +185,8 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
     if (!(fabsf(v[i]) < INFINITY)) v[i] = 0;
     most = fabsf(v[i]) > most ? fabsf(v[i]) : most;
   }
-  r.scale_half = to_half(fminf(fmaxf(most / 127, 1e-7f), 65504));
-  const float scale = from_half(r.scale_half), whole = 12582912;  // 1.5 * 2^23: a float of this size has no digits behind the point
+  r.scale = to_half(fminf(fmaxf(most / 127, 1e-7f), 65504));
+  const float scale = from_half(r.scale), whole = 12582912;  // 1.5 * 2^23: a float of this size has no digits behind the point
   for (int i = 0; i < 32; i++) { const float n = v[i] / scale + whole - whole; r.q[i] = (uint8_t)(128 + (int)(n < -127 ? -127 : n > 127 ? 127 : n)); }
   return r;
 }
@@ -145,29 +194,18 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
 struct Packing {
   int format, source, outputs, inputs; const uint8_t* const* rows; uint8_t* blocks;
   void block(int number) const {
-    const long groups = (inputs + 31) / 32, bytes = group_bytes(format); uint8_t* to = blocks + number * groups * bytes;
-    memset(to, 0, groups * bytes);
-    if (shapes[format].bytes == 512) for (long g = 0; g < groups; g++) memset(to + (g + 1) * bytes - 512, 128, 512);  // zeros
+    const int64_t bytes = block_bytes(format, inputs);
+    uint8_t* to = blocks + number * bytes;
+    memset(to, 0, bytes);
     for (int o = 0; o < 16 && 16 * number + o < outputs; o++) {
       const uint8_t* row = rows[16 * number + o];
-      if (format <= F16) {
-        for (long k = 0; k < inputs; k++) {
-          if (format == F32) { const float x = read_float(source, row, k); memcpy(to + 64 * k + 4 * o, &x, 4); }
-          else { const uint16_t h = source == format ? half_at(row + 2 * k) : to_bfloat16(read_float(source, row, k)); memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2); }
-        }
-        continue;
+      for (long k = 0; format <= F16 && k < inputs; k++) {
+        if (format == F32) { const float x = read_float(source, row, k); memcpy(to + 64 * k + 4 * o, &x, 4); continue; }
+        const uint16_t h = source == format ? half_at(row + 2 * k) : to_bfloat16(read_float(source, row, k));
+        memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2);
       }
-      const Shape& s = shapes[format];
-      for (long g = 0; g < groups; g++) {
-        const Group r = source <= F16 ? round_group(source, row, g, inputs) : read_group(format, row, g); uint8_t* b = to + g * bytes;
-        if (s.scale_bytes == 2) { memcpy(b + 2 * o, &r.scale_half, 2); if (s.has_offset) memcpy(b + 32 + 2 * o, &r.offset_half, 2); }
-        else { for (int i = 0; i < s.num_scales; i++) memcpy(b + 64 * i + 4 * o, &r.scale[i], 4); if (s.has_offset) memcpy(b + 64 * s.num_scales + 4 * o, &r.offset, 4); }
-        b += bytes - s.bytes;
-        for (int k = 0; k < 32; k++) {
-          if (s.bytes == 512) b[k / 4 * 64 + 4 * o + k % 4] = r.q[k];
-          else b[k % 16 / 4 * 64 + 4 * o + k % 4] |= k < 16 ? r.q[k] : r.q[k] << 4;
-        }
-      }
+      for (long g = 0; format > F16 && g < (inputs + 31) / 32; g++)
+        write_group(types[format], source <= F16 ? round_group(source, row, g, inputs) : read_group(format, row, g), g, o, to);
     }
   }
 };
@@ -195,10 +233,10 @@ int use_instructions(const char* name) {
   return 0;
 }
 void set_num_threads(int n) { std::lock_guard<std::mutex> lock(mutex); pool.set_num_threads(n); }
-int64_t block_bytes(int format, int outputs, int inputs) { return (outputs + 15) / 16 * (int64_t)((inputs + 31) / 32) * group_bytes(format); }
+int64_t matrix_bytes(int format, int outputs, int inputs) { return (outputs + 15) / 16 * block_bytes(format, inputs); }
 void pack(int format, int source, int outputs, int inputs, const void* const* rows, void* blocks) {
   std::lock_guard<std::mutex> lock(mutex);
-  ask_for_huge_pages(blocks, block_bytes(format, outputs, inputs));
+  ask_for_huge_pages(blocks, matrix_bytes(format, outputs, inputs));
   Packing packing{format, source, outputs, inputs, (const uint8_t* const*)rows, (uint8_t*)blocks};
   pool.share((outputs + 15) / 16, [&](int i) { packing.block(i); });
 }

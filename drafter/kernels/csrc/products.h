@@ -16,13 +16,12 @@ struct Rows {
   float* scale;       // of every 32 inputs
   // What the offsets of weights are multiplied by, or add; computed once for all outputs:
   float* sum;         // scale times the sum of the q's of every 32 inputs
-  int32_t* minus_8;   // -8 times this sum of q's
-  int32_t* minus_128; // -128 times the sum of the q's of every 16 inputs
+  int32_t* minus;     // minus the sums of the q's of the first and the last 16 inputs of every 32, and of all 32
   long stride;        // inputs of a row, a multiple of 32
   int rows;
   Rows panel(long p) const {
     const long groups = p * stride / 32 * rows;
-    return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus_8 + groups, minus_128 + 2 * groups, stride, rows};
+    return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus + 3 * groups, stride, rows};
   }
 };
 constexpr int MOST_ROWS = LANES == 16 ? 12 : 6;
@@ -32,24 +31,39 @@ static int panel_rows(int N) {  // 1, 2, 3, 4, 6, 8 or 12: the rows that one tem
 }
 // Inputs from .. to - 1, whole groups, of row n of the panels, from its numbers: as they are, or rounded.
 static void place(const Rows& panels, int n, const float* x, long from, long to, bool is_rounded) {
-  const int R = panels.rows, r = n % R; const Rows p = panels.panel(n / R);
+  const int R = panels.rows, r = n % R;
+  const Rows p = panels.panel(n / R);
   if (!is_rounded) {
     for (long k = from; k < to; k++) p.x[k * R + r] = x[k];
     return;
   }
   for (long g = from / GROUP; g < to / GROUP; g++) {
-    F most{}; int32_t words[GROUP / 4], total[2];
-    UNROLL for (int i = 0; i < GROUP; i += LANES) { const F v = load(x + g * GROUP + i); most = greater(most, greater(v, -v)); }
+    F most{};
+    int32_t words[GROUP / 4], total[2];
+    UNROLL for (int i = 0; i < GROUP; i += LANES) {
+      const F v = load(x + g * GROUP + i);
+      most = greater(most, greater(v, -v));
+    }
     const float m = largest(most), inverse = m > 0 ? 127.f / m : 0.f;
     UNROLL for (int h = 0; h < 2; h++) {
       I n{};
-      UNROLL for (int i = 16 * h; i < 16 * h + 16; i += LANES) { const I v = round(load(x + g * GROUP + i) * inverse); store_bytes((int8_t*)words + i, v); n += v; }
-      total[h] = sum(n); p.minus_128[(2 * g + h) * R + r] = -128 * total[h];
+      UNROLL for (int i = 16 * h; i < 16 * h + 16; i += LANES) {
+        const I v = round(load(x + g * GROUP + i) * inverse);
+        store_bytes((int8_t*)words + i, v); n += v;
+      }
+      total[h] = sum(n); p.minus[(3 * g + h) * R + r] = -total[h];
     }
     UNROLL for (int i = 0; i < GROUP / 4; i++) p.q[(GROUP / 4 * g + i) * R + r] = words[i];
-    p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (total[0] + total[1]); p.minus_8[g * R + r] = -8 * (total[0] + total[1]);
+    p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (total[0] + total[1]);
+    p.minus[(3 * g + 2) * R + r] = -(total[0] + total[1]);
   }
 }
+
+// Computes S vectors of 16 / LANES a block, from vector `first` of all blocks on, for M rows: out [M, S, LANES].
+typedef void (*Kernel)(const char* blocks, long block_bytes, int first, long inputs, Rows x, float* out);
+
+// Weights of one vector of outputs as numbers, one vector for each of 32 inputs.
+typedef void (*Dense)(const char* groups, int group, int strip, F* out);
 
 // ---- float weights: a format reads input k, which is even, or k + 1 of one vector of outputs ----
 struct InF32 {
@@ -65,230 +79,268 @@ struct InF16 {
 struct InBF16 {
   static constexpr int BYTES = 2;
   static constexpr bool IS_PAIRED = true;
-  template <int ODD> INLINE F input(const char* w, long k) { const I v = load((const void*)(w + 32 * k)); return bits((ODD ? pinned(v >> 16) : v) << 16); }  // a mask would take a register
+  template <int ODD> INLINE F input(const char* w, long k) {
+    const I v = load((const void*)(w + 32 * k));
+    return bits((ODD ? pinned(v >> 16) : v) << 16);  // a mask would take a register
+  }
 };
 template <class T> constexpr int strip_bytes() { return T::BYTES * LANES * (T::IS_PAIRED ? 2 : 1); }
+template <class T> static void dense_floats(const char* group, int, int strip, F* out) {  // 32 vectors: weights as numbers
+  const char* w = group + strip * strip_bytes<T>();
+  for (int i = 0; i < GROUP; i += 2) {
+    out[i] = T::template input<0>(w, i);
+    out[i + 1] = T::template input<1>(w, i);
+  }
+}
 
-// S vectors of outputs from strip `first` on, M rows; out [M, S, LANES]. M S sums at once hide the time of an addition, and leave
-// registers for the weights.
-template <class T, int M, int S> APART void float_strips(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
+// M S sums at once hide the time of an addition, and leave registers for the weights.
+template <class T, int M, int S>
+APART void float_strips(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
   F sum[M][S];
   UNROLL for (int r = 0; r < M; r++) UNROLL for (int s = 0; s < S; s++) sum[r][s] = F{};
   const char* p[S];
-  UNROLL for (int s = 0; s < S; s++) p[s] = w + (first + s) / STRIPS * block_bytes + (first + s) % STRIPS * strip_bytes<T>();
+  UNROLL for (int s = 0; s < S; s++)
+    p[s] = w + (first + s) / STRIPS * block_bytes + (first + s) % STRIPS * strip_bytes<T>();
   const float* v = x.x;
+  auto add = [&](const F* weight, int r, float x_k) {
+    const F x_r = S > 1 ? pinned(all(x_k)) : all(x_k);
+    UNROLL for (int s = 0; s < S; s++) sum[r][s] = fma(weight[s], x_r, sum[r][s]);
+  };
   for (long k = 0; k < inputs; k += 2, v += 2 * M) {
     F weight[S];
-    UNROLL for (int s = 0; s < S; s++) { if (s % STRIPS == 0) __builtin_prefetch(p[s] + 16 * T::BYTES * (k + 64)); weight[s] = T::template input<0>(p[s], k); }
-    UNROLL for (int r = 0; r < M; r++) { const F x_r = S > 1 ? pinned(all(v[r])) : all(v[r]); UNROLL for (int s = 0; s < S; s++) sum[r][s] = fma(weight[s], x_r, sum[r][s]); }
+    UNROLL for (int s = 0; s < S; s++) {
+      if (s % STRIPS == 0) __builtin_prefetch(p[s] + 16 * T::BYTES * (k + 64));
+      weight[s] = T::template input<0>(p[s], k);
+    }
+    UNROLL for (int r = 0; r < M; r++) add(weight, r, v[r]);
     UNROLL for (int s = 0; s < S; s++) weight[s] = T::template input<1>(p[s], k);
-    UNROLL for (int r = 0; r < M; r++) { const F x_r = S > 1 ? pinned(all(v[M + r])) : all(v[M + r]); UNROLL for (int s = 0; s < S; s++) sum[r][s] = fma(weight[s], x_r, sum[r][s]); }
+    UNROLL for (int r = 0; r < M; r++) add(weight, r, v[M + r]);
   }
   UNROLL for (int r = 0; r < M; r++) UNROLL for (int s = 0; s < S; s++) store(out + (r * S + s) * LANES, sum[r][s]);
 }
 
-// ---- integer weights: a format adds up the products of one group, and scales the sum ----
-template <int ZERO, class SCALE, bool HAS_OFFSET> struct In4 {
-  static constexpr int SCALES = BLOCK * sizeof(SCALE), BYTES = SCALES * (HAS_OFFSET ? 2 : 1) + 256;
-  INLINE F scale(const char* p, int strip) { return sizeof(SCALE) == 2 ? half((const uint16_t*)p + strip * LANES) : load((const float*)p + strip * LANES); }
-  struct Weights { I low[4], high[4]; F scale, offset; };
-  INLINE Weights read(const char* b, int strip) {
-    Weights w; const char* q = b + SCALES * (HAS_OFFSET ? 2 : 1) + strip * 4 * LANES;
-    UNROLL for (int j = 0; j < 4; j++) { const I v = load((const void*)(q + 64 * j)); w.low[j] = v & 0x0f0f0f0f; w.high[j] = (v >> 4) & 0x0f0f0f0f; }
-    w.scale = scale(b, strip); w.offset = HAS_OFFSET ? scale(b + SCALES, strip) : F{};
-    return w;
+// ---- integer weights: how a group becomes integers, scales and offsets, as layout.h describes ----
+INLINE I field(const char* section, int width, int j, int to) {  // vector j of a section, its bits from bit `to` on
+  const I v = load((const void*)(section + 64 * (j % width)));
+  if (width == 8) return v;
+  const int shift = width * (j / width) - to;
+  return (shift < 0 ? v << -shift : v >> shift) & all(0x01010101 * (((1 << width) - 1) << to));
+}
+template <Format FORMAT> struct In {
+  static constexpr Type T = types[FORMAT];
+  static constexpr int SCALES = T.scales, VECTORS = 8 / SCALES, GROUPS = T.groups, BYTES = T.bytes();
+  static constexpr int MOST = T.is_table ? 255 : (1 << (T.low + T.high)) - 1;  // of an integer
+  struct Unit { F scale, offset; };
+  INLINE Unit unit(const char* b, int strip) {
+    const uint16_t* p = (const uint16_t*)b + strip * LANES;
+    if constexpr (!T.has_offset) return {half(p), F{}};
+    else return {half(p), T.scale_bits ? -half(p + BLOCK) : half(p + BLOCK)};
   }
-  template <int M> INLINE void add(const Weights& w, Rows x, long g, F* sum) {
-    UNROLL for (int r = 0; r < M; r++) {
-      const int32_t* q = x.q + 8 * g * M + r;
+  INLINE F factor(const char* b, F unit, int g, int n, int strip) {  // number n of group g: its scales, then its offsets
+    const char* s = b + T.units() + strip * LANES;
+    constexpr int NUM = SCALES * (1 + T.has_offset);
+    if constexpr (T.scale_bits == 0) return unit;
+    else if constexpr (T.scale_bits == 8) return unit * number(bytes(s + BLOCK * (NUM * g + n)));
+    else if constexpr (T.scale_bits == 4) return unit * number(bytes(s + BLOCK * (2 * g + n % 2)) >> (n / 2 * 4) & 15);
+    else {
+      const I high = bytes(s + BLOCK * (8 + g / 2)) >> (g % 2 * 4 + 2 * n) & 3;
+      return unit * number(((bytes(s + BLOCK * g) >> (4 * n) & 15) | high << 4) - 32);
+    }
+  }
+  INLINE const char* start(const char* b, int g, int strip) {
+    return b + T.units() + T.smalls() + g * T.integers() + strip * 4 * LANES;
+  }
+  INLINE I integers(const char* q, int j) {  // of the inputs 4 j .. 4 j + 3, in unsigned bytes
+    I v = field(q, T.low, j, 0);
+    if constexpr (T.high > 0) v |= field(q + 64 * T.low, T.high, j, T.low);
+    if constexpr (T.is_table) v = look_up(TABLE, v);
+    return v;
+  }
+  // sum [M] += scale * x's scale * sum of products, for group g of the rows, which is group i of those that lie together
+  template <int M> INLINE void add(const char* b, Unit u, int i, int strip, const Rows& x, long g, F* sum) {
+    const char* q = start(b, i, strip);
+    UNROLL for (int h = 0; h < SCALES; h++) {
+      const F scale = factor(b, u.scale, i, h, strip), offset = T.has_offset ? factor(b, u.offset, i, SCALES + h, strip) : F{};
+      const int32_t *words = x.q + (8 * g + VECTORS * h) * M, *minus = x.minus + (3 * g + (SCALES == 2 ? h : 2)) * M;
+      auto finish = [&](int r, I n) {
+        const float x_r = x.scale[g * M + r];
+        sum[r] = fma(number(n), scale * x_r, sum[r]);
+        if (T.has_offset) sum[r] = fma(offset, all(SCALES == 2 ? x_r * (float)-minus[r] : x.sum[g * M + r]), sum[r]);
+      };
+      I w[VECTORS];
+      UNROLL for (int j = 0; j < VECTORS; j++) w[j] = integers(q, VECTORS * h + j);
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-      // Eight products of 4 bits by 8 fit into 16 bits: 8 * 15 * 127 < 2^15.
-      __m256i a = _mm256_setzero_si256(), b = a;
-      UNROLL for (int j = 0; j < 4; j++) {
-        a = _mm256_add_epi16(a, _mm256_maddubs_epi16((__m256i)w.low[j], _mm256_set1_epi32(q[M * j])));
-        b = _mm256_add_epi16(b, _mm256_maddubs_epi16((__m256i)w.high[j], _mm256_set1_epi32(q[M * (j + 4)])));
+      const __m256i ones = _mm256_set1_epi16(1);
+      if constexpr (MOST == 255) {  // signed: pairs of products of 8 bits fill 16 bits
+        I n[M]{};
+        UNROLL for (int j = 0; j < VECTORS; j++) {
+          const __m256i v = _mm256_xor_si256((__m256i)w[j], _mm256_set1_epi8((char)128)), size = _mm256_abs_epi8(v);
+          UNROLL for (int r = 0; r < M; r++) {
+            const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(words[M * j + r]), v);
+            n[r] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones);
+          }
+        }
+        UNROLL for (int r = 0; r < M; r++) finish(r, n[r]);
+      } else {
+        constexpr int FIT = lesser(VECTORS, 32767 / (2 * 127 * MOST));  // products that 16 bits add up: 8, 4 or 2 vectors
+        UNROLL for (int r = 0; r < M; r++) {
+          I n = T.zero ? all(minus[r]) * T.zero : I{};
+          UNROLL for (int j = 0; j < VECTORS; j += FIT) {
+            __m256i pairs = _mm256_maddubs_epi16((__m256i)w[j], _mm256_set1_epi32(words[M * j + r]));
+            UNROLL for (int k = j + 1; k < j + FIT; k++)
+              pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)w[k], _mm256_set1_epi32(words[M * k + r])));
+            n += (I)_mm256_madd_epi16(pairs, ones);
+          }
+          finish(r, n);
+        }
       }
-      I n = (ZERO ? all(x.minus_8[g * M + r]) : I{}) + (I)_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1));
 #else
-      I n = ZERO ? all(x.minus_8[g * M + r]) : I{}, m{};
-      UNROLL for (int j = 0; j < 4; j++) { n = dot4(n, w.low[j], all(q[M * j])); m = dot4(m, w.high[j], all(q[M * (j + 4)])); }
-      n += m;
+      UNROLL_PRODUCTS for (int r = 0; r < M; r++) {
+        I n = T.zero ? all(minus[r]) * T.zero : I{}, m{};
+        UNROLL_PRODUCTS for (int j = 0; j < VECTORS; j += 2) {
+          n = dot4(n, w[j], all(words[M * j + r])); m = dot4(m, w[j + 1], all(words[M * (j + 1) + r]));
+        }
+        finish(r, n + m);
+      }
 #endif
-      sum[r] = fma(number(n), w.scale * x.scale[g * M + r], sum[r]);
-      if (HAS_OFFSET) sum[r] = fma(w.offset, all(x.sum[g * M + r]), sum[r]);
     }
   }
-  INLINE void dense(const char* b, int strip, F* out) {  // 32 vectors: the weights as numbers
-    const Weights w = read(b, strip);
-    for (int j = 0; j < 8; j++) {
-      const I v = j < 4 ? w.low[j] : w.high[j - 4];
-      for (int i = 0; i < 4; i++) { const F n = number(((v >> (8 * i)) & 255) - ZERO); out[4 * j + i] = HAS_OFFSET ? n * w.scale + w.offset : n * w.scale; }
+  static __attribute__((noinline)) void dense(const char* b, int i, int strip, F* out) {  // 32 vectors: weights as numbers
+    const Unit u = unit(b, strip);
+    const char* q = start(b, i, strip);
+    for (int h = 0; h < SCALES; h++) {
+      const F scale = factor(b, u.scale, i, h, strip), offset = T.has_offset ? factor(b, u.offset, i, SCALES + h, strip) : F{};
+      UNROLL for (int j = 0; j < VECTORS; j++) {
+        const I v = integers(q, VECTORS * h + j);
+        for (int k = 0; k < 4; k++) {
+          const F n = number(((v >> (8 * k)) & 255) - T.zero);
+          out[4 * (VECTORS * h + j) + k] = T.has_offset ? n * scale + offset : n * scale;
+        }
+      }
     }
   }
 };
-template <class SCALE, bool HAS_OFFSET, int HALVES> struct In8 {
-  static constexpr int SCALES = BLOCK * sizeof(SCALE), BYTES = SCALES * (HALVES + HAS_OFFSET) + 512;
-  INLINE F scale(const char* p, int strip) { return sizeof(SCALE) == 2 ? half((const uint16_t*)p + strip * LANES) : load((const float*)p + strip * LANES); }
-  struct Weights { const char* q; F scale[HALVES], offset; };
-  INLINE Weights read(const char* b, int strip) {
-    Weights w; w.q = b + SCALES * (HALVES + HAS_OFFSET) + strip * 4 * LANES;
-    UNROLL for (int h = 0; h < HALVES; h++) w.scale[h] = scale(b + h * SCALES, strip);
-    w.offset = HAS_OFFSET ? scale(b + HALVES * SCALES, strip) : F{};
-    return w;
-  }
-  template <int M> INLINE void products(const char* q, const int32_t* x, int from, int to, const int32_t* minus_128, I* n) {
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-    UNROLL for (int r = 0; r < M; r++) n[r] = I{};
-    UNROLL for (int j = from; j < to; j++) {
-      const __m256i w = _mm256_xor_si256(*(const __m256i_u*)(q + 64 * j), _mm256_set1_epi8((char)128)), size = _mm256_abs_epi8(w);
-      UNROLL for (int r = 0; r < M; r++)
-        n[r] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(x[M * j + r]), w)), _mm256_set1_epi16(1));
-    }
-#else
-    UNROLL for (int r = 0; r < M; r++) n[r] = (from < 4 ? all(minus_128[r]) : I{}) + (to > 4 ? all(minus_128[M + r]) : I{});
-    UNROLL for (int j = from; j < to; j++) {
-      const I w = load((const void*)(q + 64 * j));
-      UNROLL for (int r = 0; r < M; r++) n[r] = dot4(n[r], w, all(x[M * j + r]));
-    }
-#endif
-  }
-  template <int M> INLINE void add(const Weights& w, Rows x, long g, F* sum) {
-    I n[M];
-    UNROLL for (int h = 0; h < HALVES; h++) {
-      products<M>(w.q, x.q + 8 * g * M, 8 / HALVES * h, 8 / HALVES * (h + 1), x.minus_128 + 2 * g * M, n);
-      UNROLL for (int r = 0; r < M; r++) sum[r] = fma(number(n[r]), w.scale[h] * x.scale[g * M + r], sum[r]);
-    }
-    if (HAS_OFFSET) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(w.offset, all(x.sum[g * M + r]), sum[r]);
-  }
-  INLINE void dense(const char* b, int strip, F* out) {
-    const Weights w = read(b, strip);
-    for (int j = 0; j < 8; j++) {
-      const I v = load((const void*)(w.q + 64 * j)); const F s = w.scale[HALVES == 2 ? j / 4 : 0];
-      for (int i = 0; i < 4; i++) { const F n = number(((v >> (8 * i)) & 255) - 128); out[4 * j + i] = HAS_OFFSET ? n * s + w.offset : n * s; }
-    }
-  }
-};
-typedef In4<8, uint16_t, false> InQ4_0;
-typedef In4<0, uint16_t, true> InQ4_1;
-typedef In4<0, float, true> InQ4_K;
-typedef In8<uint16_t, false, 1> InQ8_0;
-typedef In8<float, true, 1> InQ5_K;
-typedef In8<float, false, 2> InQ6_K;
 
-template <class T, int M> APART void rounded_strip(const char* w, int strip, long inputs, Rows x, float* out) {
+template <class T, int M>
+APART void rounded_strip(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
+  constexpr int EACH = T::BYTES / T::GROUPS;  // bytes of a group
+  const int strip = first % STRIPS;
   F sum[M];
   UNROLL for (int r = 0; r < M; r++) sum[r] = F{};
-  for (long g = 0; g < inputs / GROUP; g++, w += T::BYTES) {
-    if (strip == 0) prefetch(w + 16 * T::BYTES, T::BYTES);  // the next groups; takes a third off a step
-    const typename T::Weights weights = T::read(w, strip);
-    T::template add<M>(weights, x, g, sum);
+  w += first / STRIPS * block_bytes;
+  for (long g = 0; g < inputs / GROUP; w += T::BYTES) {
+    const typename T::Unit unit = T::unit(w, strip);
+    for (int i = 0; i < T::GROUPS; i++, g++) {
+      if (strip == 0) prefetch(w + (16 + i) * EACH, EACH);  // the next groups; takes a third off a step
+      T::template add<M>(w, unit, i, strip, x, g, sum);
+    }
   }
   UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, sum[r]);
 }
-template <class T, int M> APART void dense_strip(const char* w, int strip, long inputs, Rows x, float* out) {
+// Integers as numbers, times activations that are not rounded.
+template <int M>
+APART void dense_rows(Dense dense, const char* w, int bytes, int groups, int strip, long inputs, const Rows& x, float* out) {
   F sum[M];
   UNROLL for (int r = 0; r < M; r++) sum[r] = F{};
-  for (long g = 0; g < inputs / GROUP; g++, w += T::BYTES) {
-    F weights[GROUP]; T::dense(w, strip, weights);
+  for (long g = 0; g < inputs / GROUP; g++) {
+    F weights[GROUP];
+    dense(w + g / groups * bytes, g % groups, strip, weights);
     const float* v = x.x + GROUP * g * M;
     for (int i = 0; i < GROUP; i++, v += M) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(weights[i], all(v[r]), sum[r]);
   }
   UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, sum[r]);
 }
+template <class T, int M>
+static void dense_strip(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
+  dense_rows<M>(T::dense, w + first / STRIPS * block_bytes, T::BYTES, T::GROUPS, first % STRIPS, inputs, x, out);
+}
 
-// ---- rows and blocks: which template runs. No choice here changes a bit. ----
-INLINE void put(const float* from, int count, const float* bias, float* y) {  // one vector of outputs, of which `count` exist
-  if (count >= LANES) { store(y, bias ? load(from) + load(bias) : load(from)); return; }
-  for (int i = 0; i < count; i++) y[i] = bias ? from[i] + bias[i] : from[i];
-}
-template <class T, int M> static void float_rows(const Matrix& W, long block, Rows x, int num, long inputs, float* y, long width) {
-  constexpr int S = lesser(STRIPS, 2);
-  const long bytes = inputs * BLOCK * T::BYTES; float out[M * S * LANES];
-  const char* w = (const char*)W.blocks + block * bytes;
-  for (int first = 0; first < STRIPS; first += S) {
-    float_strips<T, M, S>(w, bytes, first, inputs, x, out);
-    for (int r = 0; r < num; r++) for (int s = 0; s < S; s++) {
-      const long o = BLOCK * block + (first + s) * LANES;
-      if (o < W.outputs) put(out + (r * S + s) * LANES, W.outputs - o, W.bias ? W.bias + o : nullptr, y + r * width + o);
-    }
-  }
-}
-template <class T, int M, bool ROUNDED> static void integer_rows(const Matrix& W, long block, Rows x, int num, long inputs, float* y, long width) {
-  const char* w = (const char*)W.blocks + block * (inputs / GROUP) * T::BYTES; float out[M * LANES];
-  for (int s = 0; s < STRIPS; s++) {
-    const long o = BLOCK * block + s * LANES;
-    if (o >= W.outputs) break;
-    if (ROUNDED) rounded_strip<T, M>(w, s, inputs, x, out); else dense_strip<T, M>(w, s, inputs, x, out);
-    for (int r = 0; r < num; r++) put(out + r * LANES, W.outputs - o, W.bias ? W.bias + o : nullptr, y + r * width + o);
-  }
-}
-template <template <int> class K, class... A> static inline void by_rows(int m, A... a) {
+// ---- rows and blocks: which kernel runs. No choice here changes a bit. ----
+constexpr int TOGETHER = lesser(STRIPS, 2), OF_ONE = 4;  // vectors that float kernels compute at once; for one row
+template <class T> struct Floats {
+  template <int M> static constexpr Kernel kernel = float_strips<T, M, M == 1 ? OF_ONE : TOGETHER>;
+};
+template <class T> struct Integers { template <int M> static constexpr Kernel kernel = rounded_strip<T, M>; };
+template <class T> struct Numbers { template <int M> static constexpr Kernel kernel = dense_strip<T, M>; };
+template <class K> static Kernel by_rows(int m) {
   switch (m) {
-    case 1: K<1>::run(a...); break; case 2: K<2>::run(a...); break; case 3: K<3>::run(a...); break; case 4: K<4>::run(a...); break; case 6: K<6>::run(a...); break;
-    default: if constexpr (LANES == 16) { if (m == 8) K<8>::run(a...); else K<12>::run(a...); }
+    case 1: return K::template kernel<1>;
+    case 2: return K::template kernel<2>;
+    case 3: return K::template kernel<3>;
+    case 4: return K::template kernel<4>;
+    case 6: return K::template kernel<6>;
   }
+  if constexpr (LANES == 16) return m == 8 ? K::template kernel<8> : K::template kernel<12>;
+  return nullptr;
 }
-template <class T> struct Floats { template <int M> struct K { static void run(const Matrix& W, long b, Rows x, int num, long k, float* y, long width) { float_rows<T, M>(W, b, x, num, k, y, width); } }; };
-template <class T, bool ROUNDED> struct Integers { template <int M> struct K { static void run(const Matrix& W, long b, Rows x, int num, long k, float* y, long width) { integer_rows<T, M, ROUNDED>(W, b, x, num, k, y, width); } }; };
-
-// One row of float weights: four vectors of outputs at once, because a sum of one chain waits for each addition.
-template <class T> static void float_row(const Matrix& W, long from, long to, Rows x, long inputs, float* y) {
-  const long bytes = inputs * BLOCK * T::BYTES; constexpr int S = 4; float out[S * LANES];
-  const char* w = (const char*)W.blocks;
-  long s = from * STRIPS; const long end = to * STRIPS;
-  for (; s < end; s += S) {
-    const bool is_whole = s + S <= end;
-    if (is_whole) float_strips<T, 1, S>(w, bytes, s, inputs, x, out);
-    else for (long t = s; t < end; t++) float_strips<T, 1, 1>(w, bytes, t, inputs, x, out + (t - s) * LANES);
-    for (long t = s; t < s + S && t < end && t * LANES < W.outputs; t++) put(out + (t - s) * LANES, W.outputs - t * LANES, W.bias ? W.bias + t * LANES : nullptr, y + t * LANES);
+struct Way { Kernel kernel, single; int vectors; };  // single: computes one vector of one row
+#define EACH_INTEGER_FORMAT(DO) \
+  DO(Q4_0) DO(Q4_1) DO(Q4_K) DO(Q8_0) DO(Q5_K) DO(Q6_K) DO(Q5_0) DO(Q5_1) DO(Q2_K) DO(Q3_K) DO(IQ4_NL) DO(IQ4_XS)
+static Way way_of(const Matrix& W, int m) {
+#define FLOATS(FORMAT) \
+  case Format::FORMAT: \
+    return {by_rows<Floats<In##FORMAT>>(m), float_strips<In##FORMAT, 1, 1>, m == 1 ? OF_ONE : TOGETHER};
+#define INTEGERS(FORMAT) \
+  case Format::FORMAT: { \
+    typedef In<Format::FORMAT> T; \
+    return {W.is_rounded ? by_rows<Integers<T>>(m) : by_rows<Numbers<T>>(m), nullptr, 1}; \
   }
-}
-template <template <int> class K> static void panels(const Matrix& W, long from, long to, Rows x, long inputs, int N, float* y, long width) {
-  const int near = bigger(1, (int)(256 * 1024 / (inputs * x.rows * (W.is_rounded ? 1 : 4)))), num_panels = (N + x.rows - 1) / x.rows;  // panels that stay in the second cache
-  for (int first = 0; first < num_panels; first += near)
-    for (long b = from; b < to; b++)
-      for (int p = first; p < lesser(num_panels, first + near); p++)
-        by_rows<K>(x.rows, W, b, x.panel(p), lesser(x.rows, N - p * x.rows), inputs, y + (long)p * x.rows * width, width);
-}
-// y [N, width] = x W^T + bias, for the blocks from .. to - 1
-static void multiply(const Matrix& W, long from, long to, Rows x, int N, float* y, long width) {
-  const long k = padded(W.inputs, GROUP);
-#define FLOATS(T) { if (N == 1) float_row<T>(W, from, to, x, k, y); else panels<Floats<T>::template K>(W, from, to, x, k, N, y, width); break; }
-#define INTEGERS(T) { if (W.is_rounded) panels<Integers<T, true>::template K>(W, from, to, x, k, N, y, width); else panels<Integers<T, false>::template K>(W, from, to, x, k, N, y, width); break; }
-  switch (W.format) {
-    case F32: FLOATS(InF32)
-    case BF16: FLOATS(InBF16)
-    case F16: FLOATS(InF16)
-    case Format::Q4_0: INTEGERS(InQ4_0)
-    case Format::Q4_1: INTEGERS(InQ4_1)
-    case Format::Q4_K: INTEGERS(InQ4_K)
-    case Format::Q8_0: INTEGERS(InQ8_0)
-    case Format::Q5_K: INTEGERS(InQ5_K)
-    case Format::Q6_K: INTEGERS(InQ6_K)
-  }
+  switch (W.format) { FLOATS(F32) FLOATS(BF16) FLOATS(F16) EACH_INTEGER_FORMAT(INTEGERS) }
 #undef FLOATS
 #undef INTEGERS
+  return {};
 }
-static void unpack_row(const Matrix& W, long row, float* out) {
-  const long k = padded(W.inputs, GROUP), block = row / BLOCK; const int strip = row % BLOCK / LANES, lane = row % LANES;
-  F v[GROUP];
-#define DENSE(T) T::dense((const char*)W.blocks + (block * (k / GROUP) + g) * T::BYTES, strip, v); break;
-#define PAIRS(T) for (int i = 0; i < GROUP; i += 2) { const char* w = (const char*)W.blocks + block * k * BLOCK * T::BYTES + strip * strip_bytes<T>(); v[i] = T::template input<0>(w, GROUP * g + i); v[i + 1] = T::template input<1>(w, GROUP * g + i); } break;
-  for (long g = 0; g < k / GROUP; g++) {
-    switch (W.format) {
-      case F32: PAIRS(InF32)
-      case BF16: PAIRS(InBF16)
-      case F16: PAIRS(InF16)
-      case Format::Q4_0: DENSE(InQ4_0)
-      case Format::Q4_1: DENSE(InQ4_1)
-      case Format::Q4_K: DENSE(InQ4_K)
-      case Format::Q8_0: DENSE(InQ8_0)
-      case Format::Q5_K: DENSE(InQ5_K)
-      case Format::Q6_K: DENSE(InQ6_K)
-    }
-    for (int i = 0; i < GROUP && GROUP * g + i < W.inputs; i++) out[GROUP * g + i] = v[i][lane];
+static Dense dense_of(int format) {
+#define DENSE(FORMAT) case Format::FORMAT: return In<Format::FORMAT>::dense;
+  switch (format) {
+    case F32: return dense_floats<InF32>;
+    case BF16: return dense_floats<InBF16>;
+    case F16: return dense_floats<InF16>;
+    EACH_INTEGER_FORMAT(DENSE)
   }
 #undef DENSE
-#undef PAIRS
+  return nullptr;
+}
+INLINE void put(const float* from, int count, const float* bias, float* y) {  // one vector of outputs, of which `count` exist
+  if (count >= LANES) return store(y, bias ? load(from) + load(bias) : load(from));
+  for (int i = 0; i < count; i++) y[i] = bias ? from[i] + bias[i] : from[i];
+}
+// Vectors from .. to - 1 of all blocks, for the rows of one panel, of which `num` exist.
+static void product(const Matrix& W, Way way, long from, long to, const Rows& x, int num, float* y, long width) {
+  const long inputs = padded(W.inputs, GROUP), bytes = block_bytes(W.format, W.inputs);
+  const char* blocks = (const char*)W.blocks;
+  float out[MOST_ROWS * OF_ONE * LANES];
+  for (long s = from; s < to && s * LANES < W.outputs; s += way.vectors) {
+    const int here = lesser<long>(way.vectors, to - s);
+    if (here == way.vectors) way.kernel(blocks, bytes, s, inputs, x, out);
+    else for (int i = 0; i < here; i++) way.single(blocks, bytes, s + i, inputs, x, out + i * LANES);
+    for (int r = 0; r < num; r++) for (int i = 0; i < here; i++) {
+      const long o = (s + i) * LANES;
+      if (o < W.outputs) put(out + (r * way.vectors + i) * LANES, W.outputs - o, W.bias ? W.bias + o : nullptr, y + r * width + o);
+    }
+  }
+}
+// y [N, width] = x W^T + bias, for the blocks from .. to - 1
+static void multiply(const Matrix& W, long from, long to, const Rows& x, int N, float* y, long width) {
+  const Way way = way_of(W, x.rows);
+  if (N == 1) return product(W, way, from * STRIPS, to * STRIPS, x, 1, y, width);
+  const int panel_bytes = padded(W.inputs, GROUP) * x.rows * (W.is_rounded ? 1 : 4), num_panels = (N + x.rows - 1) / x.rows;
+  const int near = bigger(1, 256 * 1024 / panel_bytes);  // panels that stay in the second cache
+  for (int first = 0; first < num_panels; first += near)
+    for (long b = from; b < to; b++)
+      for (int p = first; p < lesser(num_panels, first + near); p++) {
+        const long row = (long)p * x.rows;
+        product(W, way, b * STRIPS, (b + 1) * STRIPS, x.panel(p), lesser<long>(x.rows, N - row), y + row * width, width);
+      }
+}
+static void unpack_row(const Matrix& W, long row, float* out) {
+  const int strip = row % BLOCK / LANES, lane = row % LANES, together = types[W.format].groups;
+  const char* block = (const char*)W.blocks + row / BLOCK * block_bytes(W.format, W.inputs);
+  const Dense dense = dense_of(W.format);
+  F v[GROUP];
+  for (long g = 0; g * GROUP < W.inputs; g++) {
+    dense(block + g / together * types[W.format].bytes(), g % together, strip, v);
+    for (int i = 0; i < GROUP && GROUP * g + i < W.inputs; i++) out[GROUP * g + i] = v[i][lane];
+  }
 }
 }  // namespace STEP

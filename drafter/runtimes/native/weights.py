@@ -24,13 +24,16 @@ _MOST_HEADER = 100 << 20  # bytes, of a safetensors file
 _MOST_VALUES = 1 << 24  # of a list or a text in the header of a GGUF file
 _MOST_SIZES = 8  # of a shape
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Of GGUF: number -> (kind, numbers of a block, its bytes).
-_GGUF = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 30: ("BF16", 1, 2),
+# Of GGUF: number -> (kind, numbers of a block, its bytes, where its float16 numbers stand).
+_GGUF: dict[int, tuple[str, int, int, Sequence[int]]] = {
+    0: ("F32", 1, 4, ()), 1: ("F16", 1, 2, ()), 2: ("Q4_0", 32, 18, (0,)), 3: ("Q4_1", 32, 20, (0, 2)),
+    6: ("Q5_0", 32, 22, (0,)), 7: ("Q5_1", 32, 24, (0, 2)), 8: ("Q8_0", 32, 34, (0,)),
+    10: ("Q2_K", 256, 84, (80, 82)), 11: ("Q3_K", 256, 110, (108,)), 12: ("Q4_K", 256, 144, (0, 2)),
+    13: ("Q5_K", 256, 176, (0, 2)), 14: ("Q6_K", 256, 210, (208,)), 20: ("IQ4_NL", 32, 18, (0,)),
+    23: ("IQ4_XS", 256, 136, (0,)), 30: ("BF16", 1, 2, ()),
 }  # fmt: skip
-_BLOCKS = {kind: (numbers, size) for kind, numbers, size in _GGUF.values()}
-_SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}  # halves of a block
+_BLOCKS = {kind: (numbers, size) for kind, numbers, size, _ in _GGUF.values()}
+_SCALES = {kind: places for kind, _, _, places in _GGUF.values()}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -230,7 +233,7 @@ def _read_gguf(memory: np.ndarray) -> GGUF:
     tensors: dict[str, Stored] = {}
     places = []
     for name, (shape, number, offset) in infos.items():
-        kind, block, size = _GGUF.get(number, (f"type {number} of GGUF", 1, 0))  # the last: refused by who asks for it
+        kind, block, size, _ = _GGUF.get(number) or (_name_of(number), 1, 0, ())  # the last: refused by who asks for it
         place, num_bytes = start + offset, math.prod(shape) // block * size
         if not all(shape) or shape[-1] % block or offset % alignment or place + num_bytes > len(view):
             raise ValueError(f"{name[:80]!r}, {kind} {list(shape)}, does not fit the file")
@@ -302,8 +305,7 @@ def matrix(parts: Sequence[Stored], *, is_rounded: bool, target: str | None, bia
     assert len({(part.kind, part.shape[1:]) for part in parts}) == 1, "parts differ"
     rows: list[int] = []
     for part in parts:
-        if part.kind in _SCALES:
-            _check_scales(part)
+        _check_scales(part)
         starts = part.data.ctypes.data + np.arange(len(part.data)) * part.data.strides[0]
         rows += (starts if part.order is None else starts[part.order]).tolist()
     inputs = parts[0].shape[1]
@@ -311,6 +313,13 @@ def matrix(parts: Sequence[Stored], *, is_rounded: bool, target: str | None, bia
     return native.Matrix(
         number, len(rows), inputs, is_rounded, blocks.data_ptr(), None if bias is None else bias.data_ptr()
     ).keep(blocks, bias)
+
+
+def _name_of(number: int) -> str:
+    """The name of a type that has no kernels."""
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(number).name if number in set(GGMLQuantizationType) else f"type {number} of GGUF"
 
 
 def _check_scales(stored: Stored) -> None:
