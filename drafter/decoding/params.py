@@ -1,12 +1,20 @@
 """Sampling parameters of one request. Imports no torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from drafter.utils.validate import SEED, Checked, within
+from drafter.utils.validate import SEED, Checked, Range, within
 
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
+MAX_BIASED = 1024  # tokens with a bias
+
+
+class TokenBias(dict[int, float]):
+    """Numbers by token id, which nobody changes, so that parameters can be keys."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,20 @@ class SamplingParams(SamplingSettings):
         stop: string that ends the answer and is no part of the text
         stop_token_ids: tokens that end the answer, besides the target's own stop tokens
         ignore_eos: generate on after the target's own stop tokens
+        presence_penalty: is subtracted from the logits of tokens that the answer holds; 0 is off
+        frequency_penalty: is subtracted for every occurrence in the answer; 0 is off
+        repetition_penalty: divides the logits of tokens of prompt and answer (multiplies negative ones); 1 is off
+        logit_bias: numbers from -100 to 100, added to the logits of tokens, by token id
     """
 
     prefix: ClassVar[str] = ""  # arguments of Python
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = within((), low=0)
     ignore_eos: bool = False
+    presence_penalty: float = within(0.0, low=-2.0, high=2.0, mend="0 turns it off")
+    frequency_penalty: float = within(0.0, low=-2.0, high=2.0, mend="0 turns it off")
+    repetition_penalty: float = within(1.0, above=0.0, high=100.0, mend="1 turns it off")
+    logit_bias: dict[int, float] = field(default_factory=TokenBias, metadata={"range": Range(low=-100.0, high=100.0)})
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -51,6 +67,7 @@ class SamplingParams(SamplingSettings):
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name} must be a sequence, not {value!r}")
             object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "logit_bias", _token_bias(self.logit_bias))
         super().__post_init__()
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
@@ -62,3 +79,12 @@ class SamplingParams(SamplingSettings):
     def signed_seed(self) -> int:
         """The seed as the signed 64-bit integer with the same bits."""
         return (self.seed + 2**63) % 2**64 - 2**63
+
+
+def _token_bias(given: object) -> TokenBias:
+    """The bias of each token, whose range is still unknown (ValueError: another form, or too many)."""
+    if not isinstance(given, Mapping) or not all(type(token) is int and token >= 0 for token in given):
+        raise ValueError(f"logit_bias is {given!r} but must be numbers by token id")
+    if len(given) > MAX_BIASED:
+        raise ValueError(f"logit_bias has {len(given)} tokens but may have {MAX_BIASED}")
+    return TokenBias(given)

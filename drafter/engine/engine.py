@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,8 @@ class Engine:
         """
         if not prompt_ids:
             raise ValueError("a prompt is empty: every prompt needs at least one token")
-        bad = next((token for token in prompt_ids if not 0 <= token < self.target.vocab_size), None)
+        named = chain(prompt_ids, params.logit_bias)
+        bad = next((token for token in named if not 0 <= token < self.target.vocab_size), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
         room = self._max_model_len - len(prompt_ids)

@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
+from drafter.decoding.rules import Paths, Rules, apply_rules, numbers_of, rules_of
 from drafter.decoding.sampling import Noise, has_kernels, make_warp, pick_nodes
-from drafter.decoding.transfer import to_device
+from drafter.decoding.transfer import Told, to_device
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks
 from drafter.engine.graphs import Graphs
@@ -60,17 +61,16 @@ class Runner:
         self._context_layers = context_layers
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
-        # Root, length, seed and tokens of each row lie side by side, so that a request starts with one copy. One token
-        # more than slots, because the last root follows the last committed token.
-        self._state_BX = torch.zeros(num_rows, 3 + num_slots + 1, dtype=torch.int64, device=device)
-        self._root_B, self._length_B, self._seed_B = self._state_BX[:, :3].unbind(1)
-        self._history_BS = self._state_BX[:, 3:]
+        # Numbers and tokens of each row lie side by side, so that a request starts with one copy. One token more than
+        # slots, because the last root follows the last committed token.
+        self._state_BX = torch.zeros(num_rows, 4 + num_slots + 1, dtype=torch.int64, device=device)
+        self._root_B, self._length_B, self._seed_B, self._num_prompt_B = self._state_BX[:, :4].unbind(1)
+        self._history_BS = self._state_BX[:, 4:]
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
-        # What the host decides of each row, in one buffer of fixed address; graphs read views of it.
         self._params = [_NO_PARAMS] * num_rows
         self._decided: tuple[list[SamplingParams], dict[str, list[bool]]] = [], {}
-        self._decided_X, self._views = torch.empty(0), dict[str, Tensor]()
+        self._views, self._rules = Told(device), Told(device)
         self._tell([])
         self._graphs = Graphs(is_on=plan.compile)
 
@@ -83,7 +83,8 @@ class Runner:
     def admit(self, request: Request) -> None:
         """Start a request in its row, which holds its prefilled tokens; the last prompt token is the root."""
         row, prompt_ids, params = request.row, request.prompt_ids, request.params
-        state_X = torch.tensor([prompt_ids[-1], request.num_prefilled, params.signed_seed, *prompt_ids])
+        numbers = prompt_ids[-1], request.num_prefilled, params.signed_seed, len(prompt_ids)
+        state_X = torch.tensor([*numbers, *prompt_ids])
         self._state_BX[row, : len(state_X)] = to_device(self.target.device, state_X)[0]
         self._context_BC[row] = 0
         self._params[row] = params
@@ -144,7 +145,7 @@ class Runner:
         """
         self._tell(requests)
         wanted = self._wanted(requests)
-        decided = {name: view_B[:num_rows] for name, view_B in self._views.items()}
+        decided = self._views.of(num_rows)
         rows = RowState(
             root_B=self._root_B[:num_rows],
             length_B=self._length_B[:num_rows],
@@ -155,7 +156,7 @@ class Runner:
             warp=self._warp._replace(**{name: decided[name] for name in self._warp.by_row}),  # type: ignore[arg-type]
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
         )
-        key = num_rows, rows.num_visible, rows.warp.facts, wanted[1:]
+        key = num_rows, rows.num_visible, rows.warp.facts, self._rule_names, wanted[1:]
         run = partial(self._run, proposer, rows, wanted, is_trial=not requests)
         words_X, results = self._graphs.run(proposer, key, run)
         return self._hand_out(words_X, results, requests)
@@ -171,10 +172,13 @@ class Runner:
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
         if proposer.max_depth > 0:
-            is_drafted_B1 = self._views["is_drafted_B"][: len(rows.root_B), None]
+            is_drafted_B1 = self._views.of(len(rows.root_B))["is_drafted_B"][:, None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
-        accepted, logits_BNV, context_BNC = self._verify(rows, candidates, noise, proposer.max_depth)
+        keeps_logits = wanted.num_top is not None
+        accepted, logits_BNV, context_BNC = self._verify(
+            rows, candidates, noise, proposer.max_depth, keeps_logits=keeps_logits
+        )
         emitted_BZ = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BZ, wanted)
         words_X = _packed(results.values())
@@ -273,13 +277,10 @@ class Runner:
         if self._decided == (self._params, flags):
             return
         self._warp = make_warp(self._params, with_kernels=has_kernels(self.target.device))
-        parts = [*self._warp.by_row.items(), *((name, torch.tensor(flag)) for name, flag in flags.items())]
-        parts.sort(key=lambda part: -part[1].itemsize)  # so that each begins at a multiple of its own size
-        bytes_X = to_device(self.target.device, torch.cat([part_B.view(torch.uint8) for _, part_B in parts]))[0]
-        if not self._views:
-            self._decided_X, views = bytes_X, bytes_X.split([part_B.nbytes for _, part_B in parts])
-            self._views = {name: view.view(part.dtype) for (name, part), view in zip(parts, views, strict=True)}
-        self._decided_X.copy_(bytes_X)
+        self._views.tell(self._warp.by_row | {name: torch.tensor(flag) for name, flag in flags.items()})
+        self._rule_names = rules_of(self._params)
+        if self._rule_names:
+            self._rules.tell(numbers_of(self._params)._asdict())
         self._decided = list(self._params), flags
 
     def _wanted(self, requests: Sequence[Request]) -> _Wanted:
@@ -292,9 +293,12 @@ class Runner:
         return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests))
 
     def _verify(
-        self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int
+        self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int, *, keeps_logits: bool
     ) -> tuple[AcceptedPath, Tensor, Tensor]:
-        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C]."""
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
+
+        The logits are the target's own if ``keeps_logits``; else rules may have changed the logits.
+        """
         token_BN, depth_BN = candidates.token_BN, candidates.depth_BN
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
         length_B1 = rows.length_B[:, None]
@@ -305,8 +309,14 @@ class Runner:
         position_BN = (length_B1 + depth_BN).clamp_max(self.target.max_length - 1)
         slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
         output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
-        logits_BNV = self.target.logits(output.hidden_BTD)
-        pick_BN = pick_nodes(logits_BNV, depth_BN, noise, rows.warp)
+        logits_BNV = ruled_BNV = self.target.logits(output.hidden_BTD)
+        if self._rule_names:
+            ruled_BNV = ruled_BNV.clone() if keeps_logits else ruled_BNV
+            history_BS, num_prompt_B = rows.history_BS[:, : rows.num_visible], self._num_prompt_B[: len(token_BN)]
+            paths = Paths(token_BN, ancestor_BNN, history_BS, rows.length_B, num_prompt_B)
+            rules = Rules(**self._rules.of(len(token_BN)))
+            ruled_BNV = apply_rules(self._rule_names, ruled_BNV, rules, paths)
+        pick_BN = pick_nodes(ruled_BNV, depth_BN, noise, rows.warp)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, output.context_BTC
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, create_
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from drafter.decoding.params import SamplingParams
+from drafter.decoding.params import MAX_BIASED, SamplingParams
 from drafter.utils.io import first_line, printable
 from drafter.utils.validate import range_of
 
@@ -28,13 +28,12 @@ _IGNORED = {
     "prediction", "priority", "name", "annotations",
 }  # fmt: skip
 
-# Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`, `repetition_penalty`.
+# Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`.
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "reasoning_effort": ("none",),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "min_tokens": (0,), "no_repeat_ngram_size": (0,),
-    "best_of": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "min_tokens": (0,), "no_repeat_ngram_size": (0,), "best_of": (1,), "length_penalty": (1,),
     "repeat_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "n_probs": (0,), "dynatemp_range": (0,),
     "dry_multiplier": (0,), "xtc_probability": (0,),
     "echo": (False,), "use_beam_search": (False,), "early_stopping": (False,), "continue_final_message": (False,),
@@ -165,6 +164,9 @@ class Generation(_EngineFields):
     seed: Annotated[StrictInt, _limits("seed")] | None = None
     stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=64)] = []
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[_Number, _limits("logit_bias")]], Field(max_length=MAX_BIASED)
+    ] = {}
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -190,6 +192,7 @@ class Generation(_EngineFields):
         own = {name: getattr(self, name) for name in _engine_fields}
         own["top_k"], own["stop_token_ids"] = max(0, self.top_k), tuple(self.stop_token_ids)
         own["top_p"] = max(self.top_p, 1e-9)  # 0 keeps the likeliest token alone, like any value below its probability
+        own["logit_bias"] = self.logit_bias
         own["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return SamplingParams(min(self.max_tokens or max_length, max_length), **own)
 

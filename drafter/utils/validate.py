@@ -46,7 +46,7 @@ SEED = {"low": -(2**63), "high": 2**64 - 1}  # limits of a seed: any 64-bit inte
 
 
 def within(default: Any, **limits: Any) -> Any:
-    """A dataclass field with a :class:`Range`, for checks and the help; in a tuple each element has the range."""
+    """A dataclass field with a :class:`Range`, for checks and the help; in a tuple or dict each value has the range."""
     return field(default=default, metadata={"range": Range(**limits)})
 
 
@@ -70,7 +70,8 @@ def check_ranges(options: Any, prefix: str = "--") -> None:
         span, value = range_of(type(options), item.name), getattr(options, item.name)
         if span is not None and value is not None:
             name = flag_of(item.name) if prefix == "--" else prefix + item.name
-            for single in value if isinstance(value, tuple | list) else (value,):
+            many = value.values() if isinstance(value, dict) else value
+            for single in many if isinstance(value, dict | tuple | list) else (value,):
                 span.check(name, single)
 
 

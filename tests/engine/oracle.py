@@ -31,11 +31,16 @@ def tiny_target(seed: int = 0, *, vocab_size: int = VOCAB, hidden_size: int = 32
     return wrap_model(LlamaForCausalLM(config), name=f"tiny-{seed}")
 
 
+# Two of four requests have rules, one of which is greedy where every second one is.
+_RULED: tuple[dict[str, Any], ...] = (
+    {}, {}, {"repetition_penalty": 1.5, "logit_bias": {7: 1.5, 20: -2}},
+    {"frequency_penalty": 0.6, "presence_penalty": -0.4},
+)  # fmt: skip
 Asked = tuple[tuple[int, ...], SamplingParams]
 
 
 def requests(num_requests: int = 8, *, seed: int = 0, temperatures: Sequence[float] = (0.0, 1.0)) -> tuple[Asked, ...]:
-    """Prompts of 1 to 20 tokens, answers of 1 to 40, greedy and sampled, with and without filters: all in one batch."""
+    """Prompts of 1 to 20 tokens, answers of 1 to 40, with filters and rules or not, in one batch."""
     generator = random.Random(seed)
     return tuple(
         (
@@ -47,6 +52,7 @@ def requests(num_requests: int = 8, *, seed: int = 0, temperatures: Sequence[flo
                 top_k=generator.choice((0, 0, 20)),
                 seed=generator.randrange(1000),
                 ignore_eos=True,
+                **_RULED[index % 4],
             ),
         )
         for index in range(num_requests)

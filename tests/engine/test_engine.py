@@ -26,10 +26,14 @@ def new_engine(**settings: object) -> Engine:
     return Engine(shared_target(), trained_drafter(), plan)
 
 
-def hugging_face_answer(target: Target, prompt: list[int], num_tokens: int, eos: Sequence[int] = ()) -> list[int]:
+def hugging_face_answer(
+    target: Target, prompt: list[int], num_tokens: int, eos: Sequence[int] = (), **more: object
+) -> list[int]:
     prompt_1T = torch.tensor([prompt])
     options = {"max_new_tokens": num_tokens, "eos_token_id": list(eos) or VOCAB + 1, "pad_token_id": 0}
-    output = target.model.generate(prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, **options)
+    output = target.model.generate(
+        prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, **options, **more
+    )
     return output[0, len(prompt) :].tolist()
 
 
@@ -40,6 +44,10 @@ def test_hugging_face_generates_the_same() -> None:
         assert completion.finish_reason == "length" and completion.prompt_ids == prompt
         assert len(completion.num_accepted) == completion.num_target_forwards
         assert completion.tokens_per_step == len(completion.token_ids) / completion.num_target_forwards
+    for prompt, completion in zip(
+        KNOWN[:4], new_engine().generate(KNOWN[:4], replace(NO_EOS, repetition_penalty=1.4)), strict=True
+    ):
+        assert completion.token_ids == hugging_face_answer(shared_target(), prompt, 30, repetition_penalty=1.4)
     # Paths of all lengths are accepted; otherwise the tests below would say little.
     assert {accepted for completion in completions for accepted in completion.num_accepted} >= {0, 1, 2, 3, 4}
 
@@ -127,7 +135,11 @@ def test_bad_prompts_are_refused_and_leave_nothing_behind(prompts: list, match: 
     engine = new_engine()
     with pytest.raises(ValueError, match=match):
         engine.generate(prompts, NO_EOS)
-    for params, wrong in ((SamplingParams(stop=("x",)), "need a tokenizer"), ([NO_EOS], "1 sampling .* 2 prompts")):
+    for params, wrong in (
+        (SamplingParams(stop=("x",)), "need a tokenizer"),
+        ([NO_EOS], "1 sampling .* 2 prompts"),
+        (SamplingParams(logit_bias={VOCAB: 1}), f"token id {VOCAB} is not"),
+    ):
         with pytest.raises(ValueError, match=wrong):
             engine.generate(KNOWN[:2], params)
     assert not engine.has_work and engine.generate([], NO_EOS) == []

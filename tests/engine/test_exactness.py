@@ -1,6 +1,6 @@
 """Exactness by statistics: whole answers of the engine against the exact distribution of a target that is a table.
 
-One answer of 3 tokens for each seed, four settings mixed in every batch; for each setting, chi-square over all V^3
+One answer of 3 tokens for each seed, five settings mixed in every batch; for each setting, chi-square over all V^3
 answers. A test rejects at ALPHA = 1e-8 and there are fewer than 100 of them, so that the file raises a false alarm with
 a probability below 1e-6. The tests have teeth: noise that is the same at every position fails them.
 
@@ -24,7 +24,7 @@ from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.reference.published_rule import published_answers
 from tests.reference.table_target import TableTarget, exact_distribution
-from tests.reference.warpers import softmax, warp
+from tests.reference.warpers import rule, softmax, warp
 from tests.sizes import size
 
 ALPHA = 1e-8
@@ -53,6 +53,14 @@ SETTINGS = {
     "temperature 1.3": SamplingParams(temperature=1.3, max_new_tokens=NUM_TOKENS),
     "top-k": SamplingParams(temperature=1.3, top_k=3, max_new_tokens=NUM_TOKENS),
     "top-p": SamplingParams(temperature=1.0, top_p=0.8, max_new_tokens=NUM_TOKENS),
+    "rules": SamplingParams(
+        temperature=1.0,
+        presence_penalty=-0.7,
+        frequency_penalty=1.2,
+        repetition_penalty=1.3,
+        logit_bias={0: 0.8, 3: -0.5},
+        max_new_tokens=NUM_TOKENS,
+    ),
 }
 
 
@@ -86,7 +94,7 @@ def distribution_of(target, params):
     """Probability of every answer."""
 
     def step(before):
-        logits = target.logits_after(before).tolist()
+        logits = rule(target.logits_after(before).tolist(), PROMPT, before, params)
         return softmax(warp(logits, params.temperature, params.top_k, params.top_p, params.min_p))
 
     return exact_distribution(step, V, NUM_TOKENS)

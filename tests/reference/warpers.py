@@ -1,6 +1,9 @@
-"""Loop twins of the logit warpers and of the pick: plain Python floats, one node at a time."""
+"""Loop twins of the rules, of the logit warpers and of the pick: plain Python floats, one node at a time."""
 
 import math
+from collections.abc import Sequence
+
+from drafter.decoding.params import SamplingParams
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -46,6 +49,18 @@ def warp(logits: list[float], temperature: float, top_k: int, top_p: float, min_
         return logits
     scaled = [x / temperature for x in logits]
     return keep_min_p(keep_top_p(keep_top_k(scaled, top_k), top_p), min_p)
+
+
+def rule(logits: list[float], prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[float]:
+    """Bias, then the penalties of the tokens of prompt and answer, as vLLM documents them."""
+    ruled = []
+    for token, logit in enumerate(logits):
+        logit += params.logit_bias.get(token, 0.0)
+        if token in prompt or token in answer:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        count = list(answer).count(token)
+        ruled.append(logit - params.frequency_penalty * count - params.presence_penalty * (count > 0))
+    return ruled
 
 
 def pick(logits: list[float], noise: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> int:

@@ -26,8 +26,8 @@ def refusal(kind: type[ChatRequest] | type[CompletionRequest], body: Any) -> Api
 @pytest.mark.parametrize("kind, body", [(ChatRequest, CHAT), (CompletionRequest, TEXT)])
 def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: Any, body: dict[str, Any]) -> None:
     asked: list[tuple[str, Any]] = [
-        ("tools", [{}]), ("logit_bias", {"1": 5}), ("response_format", {"type": "json_object"}), ("echo", True),
-        ("add_special_tokens", 0), ("skip_special_tokens", False), ("repetition_penalty", 0), ("new", "x"), ("new", 0),
+        ("tools", [{}]), ("min_tokens", 1), ("response_format", {"type": "json_object"}), ("echo", True),
+        ("add_special_tokens", 0), ("skip_special_tokens", False), ("new", "x"), ("new", 0),
     ]  # fmt: skip
     for name, value in asked:
         error = refusal(kind, body | {name: value})
@@ -92,9 +92,12 @@ RANGED = [item.name for item in fields(SamplingParams) if range_of(SamplingParam
 def test_no_number_passes_that_the_engine_refuses(name: str) -> None:
     span = range_of(SamplingParams, name)
     assert span is not None
-    is_list = name == "stop_token_ids"
-    ChatRequest.model_validate(CHAT | {name: [span.high] if is_list else span.high})
-    SamplingParams(**{name: (span.high,) if is_list else span.high})  # type: ignore[arg-type]
+
+    def given(value: float) -> dict[str, Any]:
+        return {name: [value] if name == "stop_token_ids" else {5: value} if name == "logit_bias" else value}
+
+    ChatRequest.model_validate(CHAT | given(span.high))
+    SamplingParams(**given(span.high))
     for value in (span.high + 1, span.high * 10**30, -(span.high**2) - 10):
-        error = refusal(ChatRequest, CHAT | {name: [value] if is_list else value})
-        assert error.param == (f"{name}[0]" if is_list else name)
+        error = refusal(ChatRequest, CHAT | given(value))
+        assert error.param == name + {"stop_token_ids": "[0]", "logit_bias": "[5]"}.get(name, "")
