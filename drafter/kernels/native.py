@@ -74,9 +74,9 @@ class Model(_Structure):
     _fields_ = [
         ("num_layers", _int), ("hidden_size", _int), ("num_heads", _int), ("num_key_heads", _int),
         ("head_dim", _int), ("mlp_size", _int), ("vocab_size", _int),
-        ("activation", _int), ("has_gate", _int), ("num_rotaries", _int),
+        ("activation", _int), ("has_gate", _int),
         ("input_scale", _float), ("attention_scale", _float), ("attention_cap", _float), ("residual_scale", _float),
-        ("layers", ctypes.POINTER(Layer)), ("rotaries", ctypes.POINTER(Rotary)), ("final_norm", Norm), ("head", Matrix),
+        ("layers", ctypes.POINTER(Layer)), ("final_norm", Norm), ("head", Matrix),
     ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class Cache(_Structure):
 
     _fields_ = [
         ("num_rows", _int), ("num_slots", _int), ("spare_slot", _long),
-        ("keys", _address), ("values", _address),
+        ("keys", _address), ("values", _address), ("rotaries", ctypes.POINTER(Rotary)), ("is_half", _int),
     ]  # fmt: skip
 
 
@@ -137,6 +137,11 @@ class Search(_Structure):
 
 NO_MATRIX = Matrix(format=-1)
 MOST_BEAMS = 64  # of a search
+_OUTSIDE, _NO_MEMORY = 1, 2
+_FAULTS = {
+    3: "the model makes a key or a value above 65,504, which float16 does not hold: give --dtype float32",
+    4: "the model makes numbers that are not finite: its weights are damaged, or not meant for this text",
+}
 
 
 @cache
@@ -290,15 +295,19 @@ def forward(
 
     0 is the embeddings, i the state after layer i; the last layer's state is the one after the last norm. Keys and
     values go to the tokens' slots, of which no position is larger. States of tokens in the spare slot are 0.
+
+    Raises:
+        ValueError: a key or a value does not fit the cache's format, or a number is none.
+        MemoryError: there is no memory for the activations.
     """
     hidden_BTD = torch.zeros_like(embedding_BTD)
     state_ABTD = torch.zeros(len(state_layers), *embedding_BTD.shape)
     layers = (_int * len(state_layers))(*state_layers)
-    is_done = _library().forward(
+    status = _library().forward(
         ctypes.byref(model), ctypes.byref(cache), ctypes.byref(tokens), _address(embedding_BTD.data_ptr()),
         _address(hidden_BTD.data_ptr()), len(state_layers), layers, _address(state_ABTD.data_ptr()),
     )  # fmt: skip
-    assert is_done, "a row or a slot is none of the cache, or a position is larger than its slot"
+    _check(status)
     return hidden_BTD, list(state_ABTD)
 
 
@@ -306,11 +315,20 @@ def move_slots(model: Model, cache: Cache, source_BL: Tensor, destination_BL: Te
     """Copy slots within rows 0 .. B-1 of all layers; all sources of a row are read before anything is written."""
     num_rows, number = source_BL.shape
     source_BL, destination_BL = source_BL.contiguous(), destination_BL.contiguous()
-    is_done = _library().move_slots(
+    status = _library().move_slots(
         ctypes.byref(model), ctypes.byref(cache), num_rows, number,
         _address(source_BL.data_ptr()), _address(destination_BL.data_ptr()),
     )  # fmt: skip
-    assert is_done, "a row or a slot is none of the cache"
+    _check(status)
+
+
+def _check(status: int) -> None:
+    """Raise what a call's ``Status`` means."""
+    assert status != _OUTSIDE, "a row or a slot is none of the cache, or a position is negative or larger than its slot"
+    if status == _NO_MEMORY:
+        raise MemoryError("no memory is left for the activations of a step")
+    if status in _FAULTS:
+        raise ValueError(_FAULTS[status])
 
 
 def _library() -> ctypes.CDLL:

@@ -18,11 +18,26 @@ struct Memory {  // numbers that grow and are never given back
 };
 constexpr int MOST_QUERIES = 32, SLOTS = 16;
 
-template <int R> static void score_block(const float* key, int dim, const float* const* q, float scale, float cap, float* const* out) {
+// Numbers of the cache.
+INLINE F numbers(const float* p) { return load(p); }
+INLINE F numbers(const uint16_t* p) { return half(p); }
+INLINE void write(float* p, float x) { *p = x; }
+INLINE void write(uint16_t* p, float x) {  // to nearest, ties to even
+#if defined(__F16C__)
+  *p = _cvtss_sh(x, 0);
+#else
+  uint32_t w; memcpy(&w, &x, 4); const uint32_t sign = w >> 16 & 0x8000, size = w & 0x7fffffff;
+  if (size < 0x38800000) *p = (uint16_t)(sign | (uint32_t)nearbyintf(fabsf(x) * 16777216.f));
+  else *p = (uint16_t)(sign | (size < 0x477ff000 ? (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13 : 0x7c00));
+#endif
+}
+template <class T> constexpr float too_large() { return sizeof(T) == 2 ? 65520.f : INFINITY; }
+
+template <int R, class T> static void score_block(const T* key, int dim, const float* const* q, float scale, float cap, float* const* out) {
   F s[R][STRIPS];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int h = 0; h < STRIPS; h++) s[r][h] = F{};
   for (int d = 0; d < dim; d++) UNROLL for (int h = 0; h < STRIPS; h++) {
-    const F k = load(key + SLOTS * d + h * LANES);
+    const F k = numbers(key + SLOTS * d + h * LANES);
     UNROLL for (int r = 0; r < R; r++) s[r][h] = fma(k, all(q[r][d]), s[r][h]);
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int h = 0; h < STRIPS; h++) {
@@ -31,29 +46,29 @@ template <int R> static void score_block(const float* key, int dim, const float*
     store(out[r] + h * LANES, x);
   }
 }
-static void score_blocks(const float* key, int dim, int num, const float* const* q, float scale, float cap, float* const* out) {
+template <class T> static void score_blocks(const T* key, int dim, int num, const float* const* q, float scale, float cap, float* const* out) {
   constexpr int MOST = LANES == 16 ? 8 : 4;
   for (int r = 0; r < num;) {
     const int left = num - r;
-    if (left >= 8 && MOST == 8) { score_block<8>(key, dim, q + r, scale, cap, out + r); r += 8; }
-    else if (left >= 4) { score_block<4>(key, dim, q + r, scale, cap, out + r); r += 4; }
-    else if (left >= 3) { score_block<3>(key, dim, q + r, scale, cap, out + r); r += 3; }
-    else if (left >= 2) { score_block<2>(key, dim, q + r, scale, cap, out + r); r += 2; }
-    else { score_block<1>(key, dim, q + r, scale, cap, out + r); r += 1; }
+    if (left >= 8 && MOST == 8) { score_block<8, T>(key, dim, q + r, scale, cap, out + r); r += 8; }
+    else if (left >= 4) { score_block<4, T>(key, dim, q + r, scale, cap, out + r); r += 4; }
+    else if (left >= 3) { score_block<3, T>(key, dim, q + r, scale, cap, out + r); r += 3; }
+    else if (left >= 2) { score_block<2, T>(key, dim, q + r, scale, cap, out + r); r += 2; }
+    else { score_block<1, T>(key, dim, q + r, scale, cap, out + r); r += 1; }
   }
 }
 // out [R, stride] += weights [R][num] times values [num, stride], C vectors of columns
-template <int R, int C> static void add_values(const float* value, long stride, int num, const float* const* weight, float* const* out) {
+template <int R, int C, class T> static void add_values(const T* value, long stride, int num, const float* const* weight, float* const* out) {
   F o[R][C];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) o[r][c] = load(out[r] + c * LANES);
   for (int j = 0; j < num; j++) {
     F v[C];
-    UNROLL for (int c = 0; c < C; c++) v[c] = load(value + j * stride + c * LANES);
+    UNROLL for (int c = 0; c < C; c++) v[c] = numbers(value + j * stride + c * LANES);
     UNROLL for (int r = 0; r < R; r++) { const F w = all(weight[r][j]); UNROLL for (int c = 0; c < C; c++) o[r][c] = fma(w, v[c], o[r][c]); }
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) store(out[r] + c * LANES, o[r][c]);
 }
-static void add_all_values(const float* value, long stride, int num, int rows, const float* const* weight, float* const* out) {
+template <class T> static void add_all_values(const T* value, long stride, int num, int rows, const float* const* weight, float* const* out) {
   constexpr int C = LANES == 16 ? 4 : 2;
   if (num <= 0) return;
   for (int r = 0; r < rows;) {
@@ -61,7 +76,7 @@ static void add_all_values(const float* value, long stride, int num, int rows, c
     for (long c = 0; c < stride;) {
       float* o[4]; for (int i = 0; i < m; i++) o[i] = out[r + i] + c;
       const bool is_wide = stride - c >= C * LANES;
-#define ADD(R) case R: if (is_wide) add_values<R, C>(value + c, stride, num, weight + r, o); else add_values<R, 1>(value + c, stride, num, weight + r, o); break;
+#define ADD(R) case R: if (is_wide) add_values<R, C, T>(value + c, stride, num, weight + r, o); else add_values<R, 1, T>(value + c, stride, num, weight + r, o); break;
       switch (m) { ADD(1) ADD(2) ADD(3) ADD(4) }
 #undef ADD
       c += is_wide ? C * LANES : LANES;
@@ -70,8 +85,8 @@ static void add_all_values(const float* value, long stride, int num, int rows, c
   }
 }
 // tokens: `num` of one row; q: the first query of the first token, heads side by side; out: as q, of another width
-static void attend(const Model& m, const Layer& layer, const float* keys, const float* values, const Token* token, int num, int heads,
-                   const float* q, long q_width, float* out, long out_width) {
+template <class T> static void attend(const Model& m, const Layer& layer, const T* keys, const T* values, const Token* token, int num, int heads,
+                                      const float* q, long q_width, float* out, long out_width) {
   static thread_local Memory memory;
   const int dim = m.head_dim, wide = padded(dim, 16), rows = num * heads;
   int start[MOST_QUERIES], least_start = 1 << 30, most_start = 0, least_prefix = 1 << 30, most_prefix = 0, most_end = 0;
@@ -83,7 +98,8 @@ static void attend(const Model& m, const Layer& layer, const float* keys, const 
   }
   const long width = padded(most_end, SLOTS) + 2 * SLOTS;
   float* base = memory.need(rows * (width + wide) + dim * SLOTS);
-  float *const gathered = base + rows * (width + wide), *score[MOST_QUERIES], *sum[MOST_QUERIES], *to[MOST_QUERIES];
+  T* const gathered = (T*)(base + rows * (width + wide));
+  float *score[MOST_QUERIES], *sum[MOST_QUERIES], *to[MOST_QUERIES];
   const float *query[MOST_QUERIES], *weight[MOST_QUERIES];
   for (int r = 0; r < rows; r++) {
     score[r] = base + r * width; sum[r] = base + rows * width + r * wide; query[r] = q + (r / heads) * q_width + (r % heads) * dim;
@@ -97,7 +113,7 @@ static void attend(const Model& m, const Layer& layer, const float* keys, const 
     for (int e = 0; e < token[t].num_path; e += SLOTS) {  // keys of the path, put together as a block
       for (int i = 0; i < lesser(SLOTS, token[t].num_path - e); i++) {  // what else stands there is not read
         const int s = token[t].path[e + i];
-        const float* key = keys + (long)(s / SLOTS) * dim * SLOTS + s % SLOTS;
+        const T* key = keys + (long)(s / SLOTS) * dim * SLOTS + s % SLOTS;
         for (int d = 0; d < dim; d++) gathered[SLOTS * d + i] = key[SLOTS * d];
       }
       for (int h = 0; h < heads; h++) to[h] = score[t * heads + h] + token[t].prefix + e;

@@ -98,8 +98,9 @@ static void multiply(Step& step, const Work& w, const Product* products, int num
 
 struct Call {
   const Model& m; const Cache& cache; const Tokens& tokens; const float* embedding; float* hidden; int num_states; const int32_t* state_layers; float* states;
-  const Token* token; int N; Work& work;
+  const Token* token; int N; Work& work; std::atomic<int>* status;
 
+  void fail(int how) const { int done = IS_DONE; status->compare_exchange_strong(done, how); }  // what failed first caused the rest
   void keep_state(int layer, int n, const float* x, const Range& r) const {
     for (int i = 0; i < num_states; i++)
       if (state_layers[i] == layer)
@@ -120,7 +121,9 @@ struct Call {
         if (before) keep_state(layer, n, v, r);
         const Norm& next = before ? *before : m.final_norm; float* to = before ? work.row(n) : hidden + token[n].index * D;
         if (next.kind != NO_NORM) norm(next, v, to, r.from, r.to); else memcpy(to + r.from, v + r.from, 4 * (r.to - r.from));
-        if (!before) keep_state(m.num_layers, n, to, r);
+        if (before) continue;
+        keep_state(m.num_layers, n, to, r);
+        for (long i = r.from; i < r.to; i++) if (!(fabsf(to[i]) < INFINITY)) fail(NOT_FINITE);
       }
       if (before) close(work, r, D, consumers, num);
     });
@@ -128,7 +131,7 @@ struct Call {
   }
   long key_block(int layer, int row, int head) const { return (((long)layer * cache.num_rows + row) * m.num_key_heads + head) * cache.num_slots; }
 
-  void prepare_heads(Step& step, const Layer& l, int layer) const {  // norms and rotation; keys and values to the cache
+  template <class C> void prepare_heads(Step& step, const Layer& l, int layer) const {  // norms and rotation; keys and values to the cache
     const int dim = m.head_dim, wide = padded(dim, 16), H = m.num_heads, K = m.num_key_heads;
     const bool is_whole = (l.query.kind != NO_NORM && l.query.size > dim) || (l.key.kind != NO_NORM && l.key.size > dim);  // norms of all heads together
     share_ranges(step, work, H + K, is_whole ? H + K : 1, [&](const Range& r) {
@@ -139,16 +142,21 @@ struct Call {
           for (long i = bigger(0l, r.from - first) * dim; i < lesser(num, r.to - first) * dim; i += each.size) norm(each, x + i, x + i, 0, each.size);
         };
         norm_heads(l.query, q, 0, H); norm_heads(l.key, k, H, K);
-        if (l.rotary >= 0) for (long h = r.from; h < r.to; h++) rotate(m.rotaries[l.rotary], t.position, q + h * dim);
+        if (l.rotary >= 0) for (long h = r.from; h < r.to; h++) rotate(cache.rotaries[l.rotary], t.position, q + h * dim);
         for (long h = bigger(0l, r.from - H); h < r.to - H; h++) {
-          float* key = cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
-          for (int d = 0; d < dim; d++) key[SLOTS * d] = k[h * dim + d];
-          memcpy(cache.values + (key_block(layer, t.row, h) + t.slot) * wide, v + h * dim, 4l * dim);
+          C* key = (C*)cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
+          C* value = (C*)cache.values + (key_block(layer, t.row, h) + t.slot) * wide; bool fits = true, is_finite = true;
+          for (int d = 0; d < dim; d++) {
+            const float a = k[h * dim + d], b = v[h * dim + d];
+            write(key + SLOTS * d, a); write(value + d, b);
+            fits &= fabsf(a) < too_large<C>() && fabsf(b) < too_large<C>(); is_finite &= fabsf(a) < INFINITY && fabsf(b) < INFINITY;
+          }
+          if (!fits) fail(is_finite ? NOT_HALF : NOT_FINITE);
         }
       }
     });
   }
-  void attention(Step& step, const Layer& l, int layer) const {
+  template <class C> void attention(Step& step, const Layer& l, int layer) const {
     const int dim = m.head_dim, per_key = m.num_heads / m.num_key_heads; const long width = (long)(m.num_heads + 2 * m.num_key_heads) * dim;
     int most = bigger(1, 24 / per_key), heads = lesser(per_key, MOST_QUERIES);
     const int enough = 3 * pool.num_threads;
@@ -169,7 +177,7 @@ struct Call {
       }
       if (count == 0) return;
       const int from = h * per_key + part * heads, num = lesser(heads, per_key - part * heads);
-      attend(m, l, cache.keys + key_block(layer, token[first].row, h) * dim, cache.values + key_block(layer, token[first].row, h) * padded(dim, 16),
+      attend(m, l, (const C*)cache.keys + key_block(layer, token[first].row, h) * dim, (const C*)cache.values + key_block(layer, token[first].row, h) * padded(dim, 16),
              token + first, count, num, work.qkv + first * width + (long)from * dim, width, work.heads + (long)first * m.num_heads * dim + (long)from * dim, (long)m.num_heads * dim);
     });
   }
@@ -183,7 +191,7 @@ struct Call {
       if (left >= LANES) store(row + i, y); else for (int j = 0; j < left; j++) row[i + j] = y[j];
     }
   }
-  void run() const {
+  template <class C> void run() const {
     Flush flush; Step step;
     const long D = m.hidden_size, H = (long)m.num_heads * m.head_dim, KV = (long)m.num_key_heads * m.head_dim, F_ = m.mlp_size;
     float *x = work.x, *spare = work.spare;
@@ -193,8 +201,8 @@ struct Call {
       const Product qkv[3] = {{&l.qkv[0], work.qkv}, {&l.qkv[1], work.qkv + H}, {&l.qkv[2], work.qkv + H + KV}};
       const Product output{&l.output, work.y}, up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}}, down{&l.down, work.y};
       multiply(step, work, qkv, is_there(l.qkv[1]) ? 3 : 1, H + 2 * KV);
-      prepare_heads(step, l, i);
-      attention(step, l, i);
+      prepare_heads<C>(step, l, i);
+      attention<C>(step, l, i);
       input(step, work, work.heads, H, l.output);
       multiply(step, work, &output, 1, D);
       settle(step, x, spare, &l.after_attention, -1, &l.before_mlp, l.up, 2);
@@ -226,13 +234,15 @@ static int list_tokens(const Cache& cache, const Tokens& t, Token*& list) {
   }
   return N;
 }
-static void forward(const Model& m, const Cache& cache, const Tokens& tokens, const float* embedding, float* hidden, int num_states, const int32_t* state_layers, float* states) {
+static int forward(const Model& m, const Cache& cache, const Tokens& tokens, const float* embedding, float* hidden, int num_states, const int32_t* state_layers, float* states) {
   Token* list; const int N = list_tokens(cache, tokens, list);
-  if (N == 0) return;
+  if (N == 0) return IS_DONE;
   const long H = (long)m.num_heads * m.head_dim;
   work.need(N, m.hidden_size, bigger(bigger((long)m.hidden_size, H), (long)m.mlp_size), H + 2l * m.num_key_heads * m.head_dim, H, (long)m.mlp_size * (1 + m.has_gate));
-  Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work};
-  pool.run([](void* c, int) { ((Call*)c)->run(); }, &call, 10 * m.num_layers + 2);
+  std::atomic<int> status{IS_DONE};
+  Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work, &status};
+  pool.run([](void* c, int) { const Call& call = *(Call*)c; if (call.cache.is_half) call.run<uint16_t>(); else call.run<float>(); }, &call, 10 * m.num_layers + 2);
+  return status;
 }
 
 static Work product_work;

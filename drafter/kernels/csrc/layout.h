@@ -16,8 +16,8 @@
 // Worked examples, weight (o = 3, k = 37) of a matrix of 64 inputs: group 1 of block 0, j = 1, i = 1. Q8_0: byte 32 + 64 + 12 + 1
 // of the group. Q5_0: low half of byte 32 + 64 + 12 + 1, and bit 1 of byte 32 + 256 + 12 + 1.
 //
-// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32, the
-// head_dim of values padded to a multiple of 16.
+// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32, or
+// float16 that was rounded once, when a token was written. The head_dim of values is padded to a multiple of 16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -89,26 +89,30 @@ struct Layer {
   Matrix up[2];                      // gate, up; the first has the rows of both, or of up alone where the layer has no gate
   Matrix output, down;
   Norm before_attention, after_attention, before_mlp, after_mlp, query, key;
-  int32_t rotary;                    // index into the model's rotations; -1: the layer rotates nothing
+  int32_t rotary;                    // index into the rotations of the cache; -1: the layer rotates nothing
   int32_t window;                    // a token sees itself and the window - 1 positions before; 0: all
 };
 
 struct Model {
   int32_t num_layers, hidden_size, num_heads, num_key_heads, head_dim, mlp_size, vocab_size;
-  int32_t activation, has_gate, num_rotaries;
+  int32_t activation, has_gate;
   float input_scale;       // of embeddings, within the forward
   float attention_scale, attention_cap;  // scores are cap * tanh(score / cap); 0: as they are
   float residual_scale;    // of what attention and MLP add
   const Layer* layers;
-  const Rotary* rotaries;
   Norm final_norm;
   Matrix head;             // output matrix
 };
 
+// What a forward returns.
+enum Status { IS_DONE, OUTSIDE, NO_MEMORY, NOT_HALF, NOT_FINITE };  // OUTSIDE: a row or a slot is none of the cache
+
 struct Cache {
   int32_t num_rows, num_slots;  // of a row, a multiple of 16; tokens of the spare slot are neither computed nor written
   int64_t spare_slot;
-  float *keys, *values;
+  void *keys, *values;
+  const Rotary* rotaries;       // that reach all positions of the cache
+  int32_t is_half;
 };
 
 struct Tokens {

@@ -226,6 +226,29 @@ static bool are_slots(const Cache& c, int64_t first_row, int num_rows, const int
   return are;
 }
 
+template <class T> static int move(const Model& m, const Cache& c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
+  const long dim = m.head_dim, wide = (dim + 15) / 16 * 16;
+  T* held = (T*)malloc(sizeof(T) * num * (dim + wide) + 1);
+  if (!held) return NO_MEMORY;
+  for (int b = 0; b < num_rows; b++) {
+    const int64_t *from = source + (long)b * num, *to = destination + (long)b * num;
+    for (long i = 0; i < (long)m.num_layers * m.num_key_heads; i++) {
+      const long first = ((i / m.num_key_heads * c.num_rows + b) * m.num_key_heads + i % m.num_key_heads) * c.num_slots;
+      T *keys = (T*)c.keys + first * dim, *values = (T*)c.values + first * wide;
+      for (int l = 0; l < num; l++) {
+        for (long d = 0; d < dim; d++) held[l * dim + d] = keys[from[l] / 16 * 16 * dim + 16 * d + from[l] % 16];
+        memcpy(held + num * dim + l * wide, values + from[l] * wide, sizeof(T) * wide);
+      }
+      for (int l = 0; l < num; l++) {
+        for (long d = 0; d < dim; d++) keys[to[l] / 16 * 16 * dim + 16 * d + to[l] % 16] = held[l * dim + d];
+        memcpy(values + to[l] * wide, held + num * dim + l * wide, sizeof(T) * wide);
+      }
+    }
+  }
+  free(held);
+  return IS_DONE;
+}
+
 extern "C" {
 const char* instructions() { return chosen->name; }
 int use_instructions(const char* name) {
@@ -244,11 +267,10 @@ void unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) { cho
 void multiply(const Matrix* m, int num_rows, const float* x, float* y) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->multiply(*m, num_rows, x, y); }
 int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states, const int32_t* layers, float* states) {
   const long num = (long)t->num_rows * t->num_tokens;
-  if (!are_slots(*c, t->first_row, t->num_rows, t->slot, num)) return 0;
-  for (long i = 0; i < num; i++) if (t->position[i] > t->slot[i] && t->slot[i] != c->spare_slot) return 0;
+  if (!are_slots(*c, t->first_row, t->num_rows, t->slot, num)) return OUTSIDE;
+  for (long i = 0; i < num; i++) if ((t->position[i] < 0 || t->position[i] > t->slot[i]) && t->slot[i] != c->spare_slot) return OUTSIDE;
   std::lock_guard<std::mutex> lock(mutex);
-  chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
-  return 1;
+  return chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
 }
 void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
 void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
@@ -270,25 +292,8 @@ void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t*
 }
 int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
   const long all = (long)num_rows * num;
-  if (!are_slots(*c, 0, num_rows, source, all) || !are_slots(*c, 0, num_rows, destination, all)) return 0;
-  const long dim = m->head_dim, wide = (dim + 15) / 16 * 16;
-  float* held = (float*)malloc(4 * num * (dim + wide));
-  for (int b = 0; b < num_rows; b++) {
-    const int64_t *from = source + (long)b * num, *to = destination + (long)b * num;
-    for (long i = 0; i < (long)m->num_layers * m->num_key_heads; i++) {
-      const long first = ((i / m->num_key_heads * c->num_rows + b) * m->num_key_heads + i % m->num_key_heads) * c->num_slots;
-      float *keys = c->keys + first * dim, *values = c->values + first * wide;
-      for (int l = 0; l < num; l++) {
-        for (long d = 0; d < dim; d++) held[l * dim + d] = keys[from[l] / 16 * 16 * dim + 16 * d + from[l] % 16];
-        memcpy(held + num * dim + l * wide, values + from[l] * wide, 4 * wide);
-      }
-      for (int l = 0; l < num; l++) {
-        for (long d = 0; d < dim; d++) keys[to[l] / 16 * 16 * dim + 16 * d + to[l] % 16] = held[l * dim + d];
-        memcpy(values + to[l] * wide, held + num * dim + l * wide, 4 * wide);
-      }
-    }
-  }
-  free(held);
-  return 1;
+  if (!are_slots(*c, 0, num_rows, source, all) || !are_slots(*c, 0, num_rows, destination, all)) return OUTSIDE;
+  std::lock_guard<std::mutex> lock(mutex);
+  return c->is_half ? move<uint16_t>(*m, *c, num_rows, num, source, destination) : move<float>(*m, *c, num_rows, num, source, destination);
 }
 }

@@ -163,7 +163,7 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     embedding = runtime.embed(tokens)
     wanted = module.eval()(inputs_embeds=embedding, use_cache=False, return_dict=True).last_hidden_state
     model = runtime.first_layers(number)
-    cache = runtime.new_cache(1, 16)
+    cache = runtime.new_cache(1, 16, torch.float32)
     place = torch.arange(8)[None]
     found = []
     for part, ancestor in ((slice(0, 5), None), (slice(5, 8), torch.ones(1, 3, 3, dtype=torch.bool).tril())):

@@ -41,15 +41,22 @@ class NativeCache:
     Args:
         model: whose layers and heads the cache has.
         num_rows, num_slots: B, S.
+        dtype: float32 or float16.
+        rotations: tables for all positions.
     """
 
-    def __init__(self, model: native.Model, num_rows: int, num_slots: int) -> None:
+    def __init__(
+        self, model: native.Model, num_rows: int, num_slots: int, dtype: torch.dtype, rotations: Sequence[Any]
+    ) -> None:
         self.num_rows, self.num_slots, self.spare_slot = num_rows, num_slots, num_slots
         self._model, slots = model, _padded(num_slots + 1)
         lead, dim = (model.num_layers, num_rows, model.num_key_heads), model.head_dim
-        self._keys = torch.zeros(*lead, slots // native.LANES, dim, native.LANES)
-        self._values = torch.zeros(*lead, slots, _padded(dim))
-        self.native = native.Cache(num_rows, slots, num_slots, self._keys.data_ptr(), self._values.data_ptr())
+        self._keys = torch.zeros(*lead, slots // native.LANES, dim, native.LANES, dtype=dtype)
+        self._values = torch.zeros(*lead, slots, _padded(dim), dtype=dtype)
+        addresses = self._keys.data_ptr(), self._values.data_ptr()
+        tables = (native.Rotary * len(rotations))(*rotations)
+        is_half = dtype == torch.float16
+        self.native = native.Cache(num_rows, slots, num_slots, *addresses, tables, is_half).keep(*rotations)
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
         native.move_slots(self._model, self.native, source_BL, destination_BL)
@@ -94,6 +101,7 @@ class NativeRuntime:
                 raise Unsuitable(f"its weight {tensor} is stored as {each.kind}, which has no kernels")
         self._is_rounded = number_format == "stored"
         self._target = "BF16" if number_format == "bfloat16" else None
+        self._cache_dtype = torch.float32 if number_format == "float32" else torch.float16
         cheap = _CHEAP_TOKENS.get(native.instructions(), 2)
         self.traits = Traits(
             number_format,
@@ -157,20 +165,18 @@ class NativeRuntime:
             layer.query = self._norm(attention + "q_norm", dim, query)
             layer.key = self._norm(attention + "k_norm", dim, key)
             layer.rotary, layer.window = said.rotation_of[number], said.window_of[number]
-        rotations = (native.Rotary * len(said.rotations))()
         model = native.Model(
             num_layers=num_layers, hidden_size=self.hidden_size, num_heads=heads, num_key_heads=key_heads,
             head_dim=dim, mlp_size=width, vocab_size=self.vocab_size,
-            activation=native.ACTIVATIONS.index(said.activation), has_gate=has_gate, num_rotaries=len(rotations),
+            activation=native.ACTIVATIONS.index(said.activation), has_gate=has_gate,
             input_scale=said.input_scale, attention_scale=said.attention_scale, attention_cap=said.attention_cap,
             residual_scale=said.residual_scale, layers=ctypes.cast(layers, ctypes.POINTER(native.Layer)),
-            rotaries=ctypes.cast(rotations, ctypes.POINTER(native.Rotary)),
             final_norm=self._norm("model.norm", self.hidden_size), head=head,
         )  # fmt: skip
         if not model.final_norm.kind:
             raise Unsuitable("it has no weight model.norm.weight")
-        self._layers, self._rotations = layers, rotations
-        self._tables: list[tuple[Tensor, Tensor]] = []
+        self._layers = layers
+        self._rotations: list[native.Rotary] = []
         return model
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Stored | None:
@@ -239,16 +245,17 @@ class NativeRuntime:
         address = None if vector is None else vector.data_ptr()
         return native.Norm(kind, len(weight), self.description.epsilon, weight.data_ptr(), address)
 
-    def _reach(self, num_positions: int) -> None:
-        """Let the tables of rotations reach this number of positions."""
-        if self._tables and len(self._tables[0][0]) >= num_positions:
-            return
-        said = self.description
-        self._tables = [rotation_table(self._config, kind, said.head_dim, num_positions) for kind in said.rotations]
-        for place, (cosine, sine) in enumerate(self._tables):
-            self._rotations[place] = native.Rotary(
-                2 * cosine.shape[1], num_positions, cosine.data_ptr(), sine.data_ptr()
-            )
+    def _reach(self, num_positions: int) -> list[native.Rotary]:
+        """Rotations for this number of positions, which a cache keeps: other threads may need longer ones meanwhile."""
+        found = self._rotations
+        if not found or found[0].num_positions < num_positions:
+            found = []
+            for kind in self.description.rotations:
+                tables = rotation_table(self._config, kind, self.description.head_dim, num_positions)
+                addresses = [table.data_ptr() for table in tables]
+                found.append(native.Rotary(2 * tables[0].shape[1], num_positions, *addresses).keep(*tables))
+            self._rotations = found
+        return found
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -273,14 +280,14 @@ class NativeRuntime:
         """Leave the cores to the native step's threads: torch's own, which wait beside them, would take them away."""
         torch.set_num_threads(1)
 
-    def new_cache(self, num_rows: int, num_slots: int) -> NativeCache:
-        self._reach(num_slots + 1)
-        return NativeCache(self._model, num_rows, num_slots)
+    def new_cache(self, num_rows: int, num_slots: int, dtype: torch.dtype | None = None) -> NativeCache:
+        rotations = self._reach(num_slots + 1)
+        return NativeCache(self._model, num_rows, num_slots, dtype or self._cache_dtype, rotations)
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
         model, slots = self._model, _padded(num_slots + 1)
         numbers = num_rows * slots * (model.head_dim + _padded(model.head_dim))
-        return 4 * model.num_layers * model.num_key_heads * numbers
+        return self._cache_dtype.itemsize * model.num_layers * model.num_key_heads * numbers
 
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: NativeCache | None, context_layers: Sequence[int] = ()

@@ -56,7 +56,7 @@ def native_target(folder: Path, **options: Any) -> Target:
 @torch.no_grad()
 def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     model = saved(kind, tmp_path)
-    target, prompts = native_target(tmp_path), prompts_of(5, 14)
+    target, prompts = native_target(tmp_path, dtype="float32"), prompts_of(5, 14)
     token_BT = torch.tensor([prompts[1], prompts[1][::-1]])
     output = target.forward(token_BT, context_layers=(0, 1, target.num_layers))
     wanted = model(token_BT, output_hidden_states=True)
@@ -83,15 +83,16 @@ def step(target: Target, cache: Any, token_T: Tensor, start: int, ancestor: Tens
 
 @pytest.mark.parametrize("name", ["avx512-vnni", "avx-vnni", "avx2", "plain"])
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Gemma3Text", "Olmo2"])
+@pytest.mark.parametrize("dtype", ["stored", "float32"])
 def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_threads(
-    kind: str, name: str, tmp_path: Path
+    dtype: str, kind: str, name: str, tmp_path: Path
 ) -> None:
     best = native.instructions()
     if not native.use_instructions(name):
         pytest.skip("this processor has no such instructions")
     try:
         saved(kind, tmp_path)
-        target = native_target(tmp_path)
+        target = native_target(tmp_path, dtype=dtype)
         token_T = torch.tensor(prompts_of(41)[0])
         alone = target.new_cache(2, 64)
         wanted = torch.cat([step(target, alone, token_T[at : at + 1], at, None) for at in range(41)])
@@ -124,6 +125,8 @@ def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_thread
             for start, row in ((63, 0), (-1, 0), (0, 2)):  # slots and rows that the cache has not
                 with pytest.raises(AssertionError):
                     step(target, cache, token_T[:3], start, None, row)
+            with pytest.raises(AssertionError):
+                target.forward(token_T[None, :1], Slots(torch.tensor([[3]]), torch.tensor([[-1]]), None), cache)
             with pytest.raises(AssertionError):
                 cache.move_slots(path, path + 64)
     finally:
@@ -178,10 +181,30 @@ def test_weights_that_transformers_has_not_or_asks_for_are_not_passed_over(
         load_target(str(folder), device="cpu", runtime="native")
 
 
+@torch.no_grad()
+def test_keys_are_rounded_once_and_those_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
+    model = build(TARGETS["Llama"]())
+    for weight in (model.model.layers[1].self_attn.k_proj.weight, model.model.layers[0].self_attn.v_proj.weight):
+        weight *= 1e7
+    model.save_pretrained(tmp_path)
+    token_BT = torch.tensor(prompts_of(9))
+    for dtype, size in (("stored", 2), ("bfloat16", 2), ("float32", 4)):
+        runtime: Any = native_target(tmp_path, dtype=dtype).runtime
+        cache = runtime.new_cache(2, 40)
+        assert cache._keys.itemsize == cache._values.itemsize == size
+        assert runtime.cache_bytes(2, 40) == cache._keys.nbytes + cache._values.nbytes
+        if size == 2:
+            with pytest.raises(ValueError, match="which float16 does not hold: give --dtype float32"):
+                runtime.forward(token_BT, None, None)
+        else:
+            assert runtime.forward(token_BT, None, None).hidden_BTD.isfinite().all()
+    place = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="numbers that are not finite"):
+        runtime.run(runtime._model, torch.full((1, 1, 32), torch.nan), Slots(place, place, None), cache)
+
+
 def test_a_home_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "file"))
     saved("Llama", tmp_path / "model")
-    runtime: Any = native_target(tmp_path / "model").runtime
-    cache = runtime.new_cache(2, 40)
-    assert runtime.cache_bytes(2, 40) == cache._keys.nbytes + cache._values.nbytes
+    assert native_target(tmp_path / "model").vocab_size == VOCAB
