@@ -181,6 +181,11 @@ def set_num_threads(number: int) -> None:
     _library().set_num_threads(number)
 
 
+def give_back() -> None:
+    """Free the scratch memory of all calls; a later call takes what it needs anew."""
+    _library().give_back()
+
+
 def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = None) -> tuple[int, torch.Tensor]:
     """Lay rows of a file out in blocks.
 
@@ -200,7 +205,7 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
     blocks = torch.empty(int(lib.matrix_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)
     blocks = blocks[-blocks.data_ptr() % 64 :]  # lines of the processor's caches
     addresses = (ctypes.c_void_p * len(rows))(*rows)
-    lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr()))
+    _check(lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr())))
     return number, blocks
 
 
@@ -221,7 +226,7 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, stream:
     noise_BTX = torch.empty(num_rows, num_positions, num_tokens)
     given = [each.long().contiguous() for each in (seed_B, position_BT, token_ids)]
     addresses = [each.data_ptr() for each in given]
-    _library().noise(num_rows, num_positions, num_tokens, stream, *addresses, stride, noise_BTX.data_ptr())
+    _check(_library().noise(num_rows, num_positions, num_tokens, stream, *addresses, stride, noise_BTX.data_ptr()))
     return noise_BTX
 
 
@@ -230,7 +235,7 @@ def pick(logits_BNV: Tensor, sampling: Sampling, position_BN: Tensor) -> Tensor:
     pick_BN = torch.empty(position_BN.shape, dtype=torch.int64)
     logits_BNV, position_BN = logits_BNV.float().contiguous(), position_BN.long().contiguous()
     addresses = logits_BNV.data_ptr(), ctypes.byref(sampling), position_BN.data_ptr(), pick_BN.data_ptr()
-    _library().pick(*logits_BNV.shape, *addresses)
+    _check(_library().pick(*logits_BNV.shape, *addresses))
     return pick_BN
 
 
@@ -238,7 +243,7 @@ def argmax(values: Tensor) -> Tensor:
     """``values.argmax(-1)``, the lowest index among equals: float32 [..., V] -> int64 [...]."""
     flat = values.reshape(-1, values.shape[-1]).contiguous()
     index = torch.empty(values.shape[:-1], dtype=torch.int64)
-    _library().pick(len(flat), 1, flat.shape[1], flat.data_ptr(), None, None, index.data_ptr())
+    _check(_library().pick(len(flat), 1, flat.shape[1], flat.data_ptr(), None, None, index.data_ptr()))
     return index
 
 
@@ -251,7 +256,7 @@ def pack_nodes(
     is_node_BN = torch.empty(num_rows, num_nodes, dtype=torch.bool)
     given = [each.contiguous() for each in (root_B, token_BM, parent_BM, depth_BM, score_BM.float())]
     addresses = [each.data_ptr() for each in (*given, *made, is_node_BN)]
-    _library().pack_nodes(num_rows, num_drafted, num_nodes, *addresses)
+    _check(_library().pack_nodes(num_rows, num_drafted, num_nodes, *addresses))
     return token_BN, parent_BN, depth_BN, is_node_BN
 
 
@@ -270,21 +275,24 @@ def accept_picks(
 
 def search(drafter: Drafter, asked: Search) -> None:
     """Beam search of rows (:mod:`drafter.proposers.beam`)."""
-    _library().search(ctypes.byref(drafter), ctypes.byref(asked))
+    _check(_library().search(ctypes.byref(drafter), ctypes.byref(asked)))
 
 
 def unpack_rows(matrix: Matrix, index_X: Tensor) -> Tensor:
-    """Rows of a matrix as numbers: int64 [X] -> float32 [X, inputs]."""
+    """Rows of a matrix as numbers: int64 [X] -> float32 [X, inputs] (ValueError: the matrix has no such row)."""
     index_X, rows = index_X.contiguous(), torch.empty(len(index_X), matrix.inputs)  # both live as long as the call
-    _library().unpack_rows(ctypes.byref(matrix), len(index_X), _address(index_X.data_ptr()), _address(rows.data_ptr()))
+    addresses = _address(index_X.data_ptr()), _address(rows.data_ptr())
+    if _library().unpack_rows(ctypes.byref(matrix), len(index_X), *addresses):
+        raise ValueError(f"a token id is none of the model's {matrix.outputs:,}")
     return rows
 
 
 def multiply(matrix: Matrix, x_XI: Tensor) -> Tensor:
-    """x W^T + b: float32 [..., inputs] -> float32 [..., outputs]."""
+    """x W^T + b: float32 [..., inputs] -> float32 [..., outputs] (ValueError: numbers that are not finite)."""
     flat = x_XI.reshape(-1, matrix.inputs).contiguous()
     product = torch.empty(len(flat), matrix.outputs)
-    _library().multiply(ctypes.byref(matrix), len(flat), _address(flat.data_ptr()), _address(product.data_ptr()))
+    addresses = _address(flat.data_ptr()), _address(product.data_ptr())
+    _check(_library().multiply(ctypes.byref(matrix), len(flat), *addresses))
     return product.view(*x_XI.shape[:-1], matrix.outputs)
 
 

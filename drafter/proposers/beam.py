@@ -146,6 +146,10 @@ class BeamProposer(Proposer):
         """
         encode: Any = target.tokenizer
         texts = [encode(text, add_special_tokens=False)["input_ids"] for text in _TRIAL_TEXTS] if encode else []
+        if (most := max((max(ids, default=0) for ids in texts), default=0)) >= target.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {target.name!r} makes token id {most:,}, and the model has {target.vocab_size:,}"
+            )
         spread = torch.arange(_TRIAL_TOKENS) * (target.vocab_size // _TRIAL_TOKENS)
         for ids in (*filter(None, texts), spread.tolist()):
             token_BT = torch.tensor([ids[: min(_TRIAL_TOKENS, target.max_length)]], device=target.device)

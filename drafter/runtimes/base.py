@@ -139,7 +139,7 @@ class Runtime(Protocol[C]):
         """An empty cache; 0 rows and 0 slots are allowed."""
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
-        """Bytes that a cache of this size takes."""
+        """Bytes that a cache of this size takes, with what forwards over its rows need beside."""
 
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: C | None, context_layers: Sequence[int] = ()

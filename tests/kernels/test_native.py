@@ -1,6 +1,9 @@
 """The native step's products: numbers against dense references, and bits over rows, tails, threads."""
 
 import ctypes
+import multiprocessing
+import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,3 +155,50 @@ def test_an_index_of_another_layout_lives_as_long_as_the_call(monkeypatch: pytes
 
     monkeypatch.setattr(native, "_library", lambda: SimpleNamespace(unpack_rows=late))
     assert native.unpack_rows(matrix, index_X).equal(weight_OI[index_X])
+
+
+def test_rows_that_are_not_there_and_numbers_that_are_none_are_refused(instructions: str) -> None:
+    rows, weight_OI = stored_rows("Q8_0", 40, 64)
+    matrix = packed("Q8_0", rows, 64, is_rounded=True)
+    for index in (-1, 40, 1 << 40):
+        with pytest.raises(ValueError, match="a token id is none of the model's 40"):
+            native.unpack_rows(matrix, torch.tensor([0, index]))
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 33, 63):
+            x_NI = torch.randn(3, 64)
+            x_NI[1, place] = value
+            with pytest.raises(ValueError, match="numbers that are not finite"):
+                native.multiply(matrix, x_NI)
+    assert native.multiply(matrix, torch.ones(3, 64)).isfinite().all()
+
+
+def test_a_forked_child_has_threads_of_its_own_and_memory_that_runs_out_is_an_error() -> None:
+    """The parent is within a call when the child begins."""
+    native.set_num_threads(3)
+    matrix, x_NI = packed("F32", stored_rows("F32", 16, 4096)[0], 4096), torch.randn(20000, 4096)
+    wanted, is_over = native.multiply(matrix, x_NI[:5]), threading.Event()
+
+    def call() -> None:
+        while not is_over.is_set():
+            native.multiply(matrix, x_NI[:2000])
+
+    def work() -> None:
+        assert native.multiply(matrix, x_NI[:5]).equal(wanted)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        with pytest.raises(MemoryError):
+            native.multiply(matrix, x_NI)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert native.multiply(matrix, x_NI)[:5].equal(wanted)
+        native.give_back()
+        assert native.multiply(matrix, x_NI[:5]).equal(wanted)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    children = [multiprocessing.get_context("fork").Process(target=work) for _ in range(2)]
+    for child in children:
+        child.start()
+        child.join(120)
+    is_over.set()
+    caller.join()
+    assert [child.exitcode for child in children] == [0, 0]

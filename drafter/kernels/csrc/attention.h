@@ -4,18 +4,26 @@
 // A token sees the slots start .. prefix - 1, where slot = position, and then the slots of its own path, whose positions follow.
 // In a causal chunk the path is empty; in a tree the prefix is the committed text, which the nodes read together.
 #pragma once
+#include <new>
+
 #include "products.h"
 
 namespace STEP {
 struct Token { long index; int row, prefix, num_path; long slot, position; const int* path; };
 
-struct Memory {  // numbers that grow and are never given back
+struct Memory {  // numbers that grow; std::bad_alloc where there are none
   float* p = nullptr; size_t size = 0;
   float* need(size_t n) {
-    if (n > size) { free(p); size = n + n / 2 + 64; p = (float*)aligned_alloc(64, (size * 4 + 63) / 64 * 64); memset(p, 0, size * 4); }  // rows of a panel that hold no token are computed, too
+    if (n <= size) return p;
+    give_back();
+    const size_t more = (n + n / 2 + 79) / 16 * 16;
+    if (!(p = (float*)aligned_alloc(64, more * 4))) throw std::bad_alloc();
+    memset(p, 0, more * 4); size = more;  // rows of a panel that hold no token are computed, too
     return p;
   }
+  void give_back() { free(p); p = nullptr; size = 0; }
 };
+struct OwnMemory : Memory { ~OwnMemory() { give_back(); } };  // of a thread
 constexpr int MOST_QUERIES = 32, SLOTS = 16;
 
 // Numbers of the cache.
@@ -87,7 +95,7 @@ template <class T> static void add_all_values(const T* value, long stride, int n
 // tokens: `num` of one row; q: the first query of the first token, heads side by side; out: as q, of another width
 template <class T> static void attend(const Model& m, const Layer& layer, const T* keys, const T* values, const Token* token, int num, int heads,
                                       const float* q, long q_width, float* out, long out_width) {
-  static thread_local Memory memory;
+  static thread_local OwnMemory memory;
   const int dim = m.head_dim, wide = padded(dim, 16), rows = num * heads;
   int start[MOST_QUERIES], least_start = 1 << 30, most_start = 0, least_prefix = 1 << 30, most_prefix = 0, most_end = 0;
   for (int t = 0; t < num; t++) {

@@ -38,14 +38,23 @@ static void rotate(const Rotary& r, long position, float* x) {
 INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
 INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
 
+static bool are_finite(const float* x, long size) {
+  F none{}; long i = 0; float rest = 0;
+  for (; i + LANES <= size; i += LANES) none += load(x + i) * 0.f;
+  for (; i < size; i++) rest += x[i] * 0.f;
+  return sum(none) + rest == 0;
+}
 struct Work {  // of one call: activations of N tokens
   // Values for all: a constructor that runs at loading would be code of an instruction set that may be missing.
   Memory memory[12]{}; int N = 0;
   float *x = nullptr, *spare = nullptr, *y = nullptr, *qkv = nullptr, *heads = nullptr, *up = nullptr, *rows = nullptr;
   long stride = 0;  // of rows
   Rows input{};  // of the next product, in panels
+  mutable std::atomic<int> status{IS_DONE};
+  void fail(int how) const { int done = IS_DONE; status.compare_exchange_strong(done, how); }  // what failed first caused the rest
+  void give_back() { for (Memory& each : memory) each.give_back(); }
   void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
-    N = n; stride = padded(widest, GROUP);
+    N = n; stride = padded(widest, GROUP); status = IS_DONE;
     x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
     up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
     const int R = panel_rows(n); const long all = padded(n, R) * stride;
@@ -71,6 +80,7 @@ static void close(const Work& w, const Range& range, long inputs, const Matrix* 
   const long to = range.to == inputs ? padded(inputs, GROUP) : range.to;
   for (int n = range.first; n < range.end; n++) {
     for (long i = range.to; i < to; i++) w.row(n)[i] = 0;
+    if (!are_finite(w.row(n) + range.from, to - range.from)) w.fail(NOT_FINITE);  // integers would hide them
     if (as_numbers) place(w.input, n, w.row(n), range.from, to, false);
     if (as_integers) place(w.input, n, w.row(n), range.from, to, true);
   }
@@ -98,9 +108,8 @@ static void multiply(Step& step, const Work& w, const Product* products, int num
 
 struct Call {
   const Model& m; const Cache& cache; const Tokens& tokens; const float* embedding; float* hidden; int num_states; const int32_t* state_layers; float* states;
-  const Token* token; int N; Work& work; std::atomic<int>* status;
+  const Token* token; int N; Work& work;
 
-  void fail(int how) const { int done = IS_DONE; status->compare_exchange_strong(done, how); }  // what failed first caused the rest
   void keep_state(int layer, int n, const float* x, const Range& r) const {
     for (int i = 0; i < num_states; i++)
       if (state_layers[i] == layer)
@@ -111,7 +120,7 @@ struct Call {
   void settle(Step& step, float*& x, float*& spare, const Norm* after, int layer, const Norm* before, const Matrix* consumers, int num) const {
     const long D = m.hidden_size; float *const old = x, *const sum = spare;
     share_ranges(step, work, D, GROUP, [&](const Range& r) {
-      static thread_local Memory memory; float *v = memory.need(2 * D), *normed = v + D;
+      static thread_local OwnMemory memory; float *v = memory.need(2 * D), *normed = v + D;
       for (int n = r.first; n < r.end; n++) {
         const float *from = after ? old + n * D : embedding + token[n].index * D, *added = work.y + n * D;
         if (after && after->kind != NO_NORM) { norm(*after, added, normed, 0, D); added = normed; }
@@ -123,7 +132,7 @@ struct Call {
         if (next.kind != NO_NORM) norm(next, v, to, r.from, r.to); else memcpy(to + r.from, v + r.from, 4 * (r.to - r.from));
         if (before) continue;
         keep_state(m.num_layers, n, to, r);
-        for (long i = r.from; i < r.to; i++) if (!(fabsf(to[i]) < INFINITY)) fail(NOT_FINITE);
+        if (!are_finite(to + r.from, r.to - r.from)) work.fail(NOT_FINITE);
       }
       if (before) close(work, r, D, consumers, num);
     });
@@ -151,7 +160,7 @@ struct Call {
             write(key + SLOTS * d, a); write(value + d, b);
             fits &= fabsf(a) < too_large<C>() && fabsf(b) < too_large<C>(); is_finite &= fabsf(a) < INFINITY && fabsf(b) < INFINITY;
           }
-          if (!fits) fail(is_finite ? NOT_HALF : NOT_FINITE);
+          if (!fits) work.fail(is_finite ? NOT_HALF : NOT_FINITE);
         }
       }
     });
@@ -191,8 +200,8 @@ struct Call {
       if (left >= LANES) store(row + i, y); else for (int j = 0; j < left; j++) row[i + j] = y[j];
     }
   }
-  template <class C> void run() const {
-    Flush flush; Step step;
+  template <class C> void run(Step& step) const {
+    Flush flush;
     const long D = m.hidden_size, H = (long)m.num_heads * m.head_dim, KV = (long)m.num_key_heads * m.head_dim, F_ = m.mlp_size;
     float *x = work.x, *spare = work.spare;
     settle(step, x, spare, nullptr, 0, &m.layers[0].before_attention, m.layers[0].qkv, 3);
@@ -239,28 +248,31 @@ static int forward(const Model& m, const Cache& cache, const Tokens& tokens, con
   if (N == 0) return IS_DONE;
   const long H = (long)m.num_heads * m.head_dim;
   work.need(N, m.hidden_size, bigger(bigger((long)m.hidden_size, H), (long)m.mlp_size), H + 2l * m.num_key_heads * m.head_dim, H, (long)m.mlp_size * (1 + m.has_gate));
-  std::atomic<int> status{IS_DONE};
-  Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work, &status};
-  pool.run([](void* c, int) { const Call& call = *(Call*)c; if (call.cache.is_half) call.run<uint16_t>(); else call.run<float>(); }, &call, 10 * m.num_layers + 2);
-  return status;
+  Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work};
+  pool.run([](void* c, Step& step) { const Call& call = *(Call*)c; if (call.cache.is_half) call.run<uint16_t>(step); else call.run<float>(step); }, &call);
+  return work.status;
 }
 
 static Work product_work;
 struct ProductCall {
   const Matrix& w; int N; const float* x; float* y;
-  void run() const {
-    Flush flush; Step step; const Product product{&w, y};
+  void run(Step& step) const {
+    Flush flush; const Product product{&w, y};
     input(step, product_work, x, w.inputs, w);
     multiply(step, product_work, &product, 1, w.outputs);
+    step.share(N, 1, [&](int n) { if (!are_finite(y + (long)n * w.outputs, w.outputs)) product_work.fail(NOT_FINITE); });
   }
 };
-static void multiply(const Matrix& w, int N, const float* x, float* y) {
-  if (N == 0) return;
+static int multiply(const Matrix& w, int N, const float* x, float* y) {
+  if (N == 0) return IS_DONE;
   product_work.need(N, 1, w.inputs, 1, 1, 1);
   ProductCall call{w, N, x, y};
-  pool.run([](void* c, int) { ((ProductCall*)c)->run(); }, &call, 2);
+  pool.run([](void* c, Step& step) { ((ProductCall*)c)->run(step); }, &call);
+  return product_work.status;
 }
-static void unpack_rows(const Matrix& w, int num, const int64_t* row, float* out) {
+static int unpack_rows(const Matrix& w, int num, const int64_t* row, float* out) {
+  for (int i = 0; i < num; i++) if (row[i] < 0 || row[i] >= w.outputs) return OUTSIDE;
   for (int i = 0; i < num; i++) unpack_row(w, row[i], out + (long)i * w.inputs);
+  return IS_DONE;
 }
 }  // namespace STEP

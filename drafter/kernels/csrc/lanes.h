@@ -124,9 +124,9 @@ INLINE float largest(F x) {
   return v[0];
 }
 #endif
-INLINE F exponential(F x) {  // relative error below 2e-7; 0 below -87
+INLINE F exponential(F x) {  // relative error below 2e-7; 0 below -87; what is no number stays so
   const I is_tiny = x < -87.f;
-  x = greater(x, all(-87.f)); x = x < 88.f ? x : all(88.f);
+  x = greater(all(-87.f), x); x = x > 88.f ? all(88.f) : x;
   const I n = round(x * 1.44269504f); const F k = number(n);
   F r = fma(k, all(-0.693145752f), x); r = fma(k, all(-1.42860677e-6f), r);
   F p = all(1.f / 720);

@@ -1,4 +1,5 @@
 // The library's functions, by C's rules of names: packing, and the kernels of this processor.
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cmath>
@@ -228,8 +229,7 @@ static bool are_slots(const Cache& c, int64_t first_row, int num_rows, const int
 
 template <class T> static int move(const Model& m, const Cache& c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
   const long dim = m.head_dim, wide = (dim + 15) / 16 * 16;
-  T* held = (T*)malloc(sizeof(T) * num * (dim + wide) + 1);
-  if (!held) return NO_MEMORY;
+  std::vector<T> held(num * (dim + wide));
   for (int b = 0; b < num_rows; b++) {
     const int64_t *from = source + (long)b * num, *to = destination + (long)b * num;
     for (long i = 0; i < (long)m.num_layers * m.num_key_heads; i++) {
@@ -237,17 +237,25 @@ template <class T> static int move(const Model& m, const Cache& c, int num_rows,
       T *keys = (T*)c.keys + first * dim, *values = (T*)c.values + first * wide;
       for (int l = 0; l < num; l++) {
         for (long d = 0; d < dim; d++) held[l * dim + d] = keys[from[l] / 16 * 16 * dim + 16 * d + from[l] % 16];
-        memcpy(held + num * dim + l * wide, values + from[l] * wide, sizeof(T) * wide);
+        memcpy(&held[num * dim + l * wide], values + from[l] * wide, sizeof(T) * wide);
       }
       for (int l = 0; l < num; l++) {
         for (long d = 0; d < dim; d++) keys[to[l] / 16 * 16 * dim + 16 * d + to[l] % 16] = held[l * dim + d];
-        memcpy(values + to[l] * wide, held + num * dim + l * wide, sizeof(T) * wide);
+        memcpy(values + to[l] * wide, &held[num * dim + l * wide], sizeof(T) * wide);
       }
     }
   }
-  free(held);
   return IS_DONE;
 }
+
+// One call at a time; memory that ran out is a status, in whichever thread.
+template <class W> static int alone(W work) {
+  std::lock_guard<std::mutex> lock(mutex);
+  try { return work(); } catch (const std::bad_alloc&) { return NO_MEMORY; }
+}
+static void give_back_all(bool is_lost) { for (const Choice& c : choices) if (c.is_here()) c.kernels->give_back(is_lost); }
+static void begin_again() { new (&mutex) std::mutex; pool.begin_again(); give_back_all(true); }
+static const int registered = pthread_atfork(nullptr, nullptr, begin_again);
 
 extern "C" {
 const char* instructions() { return chosen->name; }
@@ -255,36 +263,36 @@ int use_instructions(const char* name) {
   for (const Choice& c : choices) if (!strcmp(c.name, name) && c.is_here()) { chosen = &c; return 1; }
   return 0;
 }
+void give_back() { alone([] { give_back_all(false); return IS_DONE; }); }
 void set_num_threads(int n) { std::lock_guard<std::mutex> lock(mutex); pool.set_num_threads(n); }
 int64_t matrix_bytes(int format, int outputs, int inputs) { return (outputs + 15) / 16 * block_bytes(format, inputs); }
-void pack(int format, int source, int outputs, int inputs, const void* const* rows, void* blocks) {
-  std::lock_guard<std::mutex> lock(mutex);
+int pack(int format, int source, int outputs, int inputs, const void* const* rows, void* blocks) {
   ask_for_huge_pages(blocks, matrix_bytes(format, outputs, inputs));
   Packing packing{format, source, outputs, inputs, (const uint8_t* const*)rows, (uint8_t*)blocks};
-  pool.share((outputs + 15) / 16, [&](int i) { packing.block(i); });
+  return alone([&] { pool.share((outputs + 15) / 16, [&](int i) { packing.block(i); }); return IS_DONE; });
 }
-void unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) { chosen->kernels->unpack_rows(*m, num, row, out); }
-void multiply(const Matrix* m, int num_rows, const float* x, float* y) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->multiply(*m, num_rows, x, y); }
+int unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) { return chosen->kernels->unpack_rows(*m, num, row, out); }
+int multiply(const Matrix* m, int num_rows, const float* x, float* y) { return alone([&] { return chosen->kernels->multiply(*m, num_rows, x, y); }); }
 int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states, const int32_t* layers, float* states) {
   const long num = (long)t->num_rows * t->num_tokens;
   if (!are_slots(*c, t->first_row, t->num_rows, t->slot, num)) return OUTSIDE;
   for (long i = 0; i < num; i++) if ((t->position[i] < 0 || t->position[i] > t->slot[i]) && t->slot[i] != c->spare_slot) return OUTSIDE;
-  std::lock_guard<std::mutex> lock(mutex);
-  return chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states);
+  return alone([&] { return chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states); });
 }
-void search(const Drafter* d, const Search* s) { std::lock_guard<std::mutex> lock(mutex); chosen->kernels->search(*d, *s); }
-void noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
-  std::lock_guard<std::mutex> lock(mutex);
-  chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out);
+int search(const Drafter* d, const Search* s) { return alone([&] { chosen->kernels->search(*d, *s); return IS_DONE; }); }
+int noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
+  return alone([&] { chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out); return IS_DONE; });
 }
-void pick(int B, int N, int64_t V, const float* logits, const Sampling* sampling, const int64_t* position, int64_t* out) {
-  std::lock_guard<std::mutex> lock(mutex);
-  chosen->kernels->pick(B, N, V, logits, sampling, position, out);
+int pick(int B, int N, int64_t V, const float* logits, const Sampling* sampling, const int64_t* position, int64_t* out) {
+  return alone([&] { chosen->kernels->pick(B, N, V, logits, sampling, position, out); return IS_DONE; });
 }
-void pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
+int pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
                 int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {
-  for (long b = 0; b < B; b++)
-    pack_row(M, N, root[b], token + b * M, parent + b * M, depth + b * M, score + b * M, {to_token + b * N, to_parent + b * N, to_depth + b * N, to_is_node + b * N});
+  return alone([&] {
+    for (long b = 0; b < B; b++)
+      pack_row(M, N, root[b], token + b * M, parent + b * M, depth + b * M, score + b * M, {to_token + b * N, to_parent + b * N, to_depth + b * N, to_is_node + b * N});
+    return IS_DONE;
+  });
 }
 void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t* is_node, const int64_t* pick, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
   for (long b = 0; b < B; b++)
@@ -293,7 +301,6 @@ void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t*
 int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
   const long all = (long)num_rows * num;
   if (!are_slots(*c, 0, num_rows, source, all) || !are_slots(*c, 0, num_rows, destination, all)) return OUTSIDE;
-  std::lock_guard<std::mutex> lock(mutex);
-  return c->is_half ? move<uint16_t>(*m, *c, num_rows, num, source, destination) : move<float>(*m, *c, num_rows, num, source, destination);
+  return alone([&] { return c->is_half ? move<uint16_t>(*m, *c, num_rows, num, source, destination) : move<float>(*m, *c, num_rows, num, source, destination); });
 }
 }

@@ -39,29 +39,37 @@ static void* loop(void* given) {
     seen = pool.number.load(std::memory_order_acquire);
     if (thread >= pool.num_threads) continue;
     pool.num_active.fetch_add(1);
-    if (pool.is_open.load()) pool.work(pool.argument, thread);
+    if (pool.is_open.load()) { Step step{false}; pool.work(pool.argument, step); }
     pool.num_active.fetch_sub(1);
   }
   return nullptr;
 }
-void Pool::set_num_threads(int n) {
-  num_threads = n < 1 ? 1 : n > MOST_THREADS ? MOST_THREADS : n;
+void Pool::set_num_threads(int n) { num_threads = n < 1 ? 1 : n > MOST_THREADS ? MOST_THREADS : n; }
+void Pool::run(void (*given)(void*, Step&), void* with) {
+  Step count{true}, step{false};
+  given(with, count);
+  if (count.part > num_parts) {
+    Counter* more = new Counter[count.part];
+    delete[] parts; parts = more; num_parts = count.part;
+  }
   for (; num_started < num_threads; num_started++) {
     pthread_t thread;
-    if (pthread_create(&thread, nullptr, loop, (void*)(intptr_t)num_started) != 0) { num_threads = num_started; return; }
-    pthread_detach(thread);
+    if (pthread_create(&thread, nullptr, loop, (void*)(intptr_t)num_started) != 0) num_threads = num_started;
+    else pthread_detach(thread);
   }
-}
-void Pool::run(void (*given)(void*, int), void* with, int num_parts) {
   work = given; argument = with;
   if (num_threads > 1) {
     is_open.store(true); number.fetch_add(1);
 #if defined(__linux__)
-    syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
+    syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, num_threads.load(), nullptr, nullptr, 0);
 #endif
   }
-  work(argument, 0);
+  work(argument, step);
   is_open.store(false);
   for (int spins = 0; num_active.load() > 0;) pause(spins);
-  for (int i = 0; i < num_parts; i++) { parts[i].next.store(0); parts[i].done.store(0); }
+  for (int i = 0; i < count.part; i++) { parts[i].next.store(0); parts[i].done.store(0); }
+  if (has_no_memory.exchange(false)) throw std::bad_alloc();
+}
+void Pool::begin_again() {  // what other threads worked on is lost, its memory with it
+  num_started = 1; num_parts = 0; parts = nullptr; num_active.store(0); is_open.store(false); has_no_memory.store(false);
 }

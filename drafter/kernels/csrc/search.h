@@ -58,7 +58,7 @@ struct SearchCall {
   const int64_t* text(int row) const { return s.text + row * s.text_stride; }
 
   void embed(const Work& w, const Side& side, const Range& r) const {  // [embedding; state] for the cell
-    static thread_local Memory memory; const long D = d.hidden_size, behind = bigger(D, r.from);
+    static thread_local OwnMemory memory; const long D = d.hidden_size, behind = bigger(D, r.from);
     for (int n = r.first; n < r.end; n++) {
       float *row = w.row(n), *unpacked = memory.need(D), scale = d.embedding_scale; const int64_t token = side.beams[n].token; const float* e = unpacked;
       if (d.embedding) e = d.embedding + token * D;
@@ -183,8 +183,8 @@ struct SearchCall {
       if (total > -INFINITY) { Matches::follow(text(row), s.position[row], now, token, next); uint8_t* old = now; now = next; next = old; }
     }
   }
-  void run() const {
-    Flush flush; Step step;
+  void run(Step& step) const {
+    Flush flush;
     step.share(s.num_rows, 1, [&](int b) {
       sides[0].beams[b].token = s.root[b]; sides[0].beams[b].total = 0;
       memset(sides[0].states + (long)b * d.hidden_size, 0, 4l * d.hidden_size);
@@ -204,8 +204,10 @@ struct SearchCall {
     step.share(s.num_rows, 1, [&](int b) { copy_on(b, last, other.lengths + (long)b * s.width * most_text); });
   }
 };
+static Work first, later;
+static Memory search_memory[9];
 static void search(const Drafter& d, const Search& s) {
-  static Work first, later; static Memory memory[9];
+  Memory* memory = search_memory;
   const long D = d.hidden_size, N = (long)s.num_rows * s.width; long widest = 2 * D, most_text = 1;
   for (int b = 0; b < s.num_rows; b++) most_text = bigger(most_text, (long)s.position[b]);
   for (int b = 0; d.down && b < d.num_blocks; b++) widest = bigger(widest, (long)d.down[b].outputs);
@@ -213,8 +215,14 @@ static void search(const Drafter& d, const Search& s) {
   SearchCall call{d, s, {}, memory[0].need(N * 2 * D), memory[1].need(N * d.num_tokens), s.sampling ? memory[8].need((long)s.num_rows * d.num_tokens) : nullptr, most_text, &first, &later};
   for (int i = 0; i < 2; i++)
     call.sides[i] = {(Beam*)memory[2 + 3 * i].need(N * sizeof(Beam) / 4), memory[3 + 3 * i].need(N * D), (uint8_t*)memory[4 + 3 * i].need(N * most_text / 4 + 1)};
-  pool.run([](void* c, int) { ((SearchCall*)c)->run(); }, &call, 2 + s.length * (9 + 4 * d.num_blocks));
+  pool.run([](void* c, Step& step) { ((SearchCall*)c)->run(step); }, &call);
+}
+static void give_back(bool is_lost) {  // the memory of all calls, which a forked child cannot trust
+  if (is_lost) return (void)(new (&work) Work, new (&product_work) Work, new (&first) Work, new (&later) Work, new (search_memory) Memory[9], new (&token_memory) Memory, new (&path_memory) Memory);
+  for (Work* each : {&work, &product_work, &first, &later}) each->give_back();
+  for (Memory& each : search_memory) each.give_back();
+  token_memory.give_back(); path_memory.give_back();
 }
 extern const Kernels kernels;
-const Kernels kernels{forward, multiply, search, unpack_rows, noise, pick};
+const Kernels kernels{forward, multiply, search, unpack_rows, noise, pick, give_back};
 }  // namespace STEP

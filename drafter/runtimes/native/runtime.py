@@ -10,6 +10,7 @@ C context size.
 import ctypes
 import math
 import re
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -25,6 +26,7 @@ from drafter.runtimes.native.weights import Stored, matrix
 
 _LAYER = "model.layers.{}."
 _MOST_QUERIES = 32  # query heads that share a key head
+_CHUNK = 256  # tokens of a row whose activations are counted, as an engine's prefill has them
 # Nodes that pay for one row, by instructions: more cost arithmetic (docs/performance.md).
 _CHEAP_TOKENS = {"avx512-vnni": 4, "avx-vnni": 4}
 _IGNORED = ("rotary_emb.inv_freq",)
@@ -281,20 +283,28 @@ class NativeRuntime:
         torch.set_num_threads(1)
 
     def new_cache(self, num_rows: int, num_slots: int, dtype: torch.dtype | None = None) -> NativeCache:
+        made = self._cache(num_rows, num_slots, dtype)
+        weakref.finalize(made, native.give_back).atexit = False  # what the cache's forwards needed
+        return made
+
+    def _cache(self, num_rows: int, num_slots: int, dtype: torch.dtype | None = None) -> NativeCache:
         rotations = self._reach(num_slots + 1)
         return NativeCache(self._model, num_rows, num_slots, dtype or self._cache_dtype, rotations)
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
         model, slots = self._model, _padded(num_slots + 1)
         numbers = num_rows * slots * (model.head_dim + _padded(model.head_dim))
-        return self._cache_dtype.itemsize * model.num_layers * model.num_key_heads * numbers
+        kept = self._cache_dtype.itemsize * model.num_layers * model.num_key_heads * numbers
+        heads = (model.num_heads + model.num_key_heads) * model.head_dim
+        activations = 3 * model.hidden_size + 2 * heads + 5 * max(model.mlp_size, heads, model.hidden_size)
+        return kept + 6 * num_rows * min(num_slots, _CHUNK) * activations  # grown by half, float32
 
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: NativeCache | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
         if slots is None or cache is None:
             num_rows, num_tokens = token_BT.shape
-            cache, position_T = self.new_cache(num_rows, num_tokens), torch.arange(num_tokens)
+            cache, position_T = self._cache(num_rows, num_tokens), torch.arange(num_tokens)
             slots = Slots(position_T.expand(num_rows, -1), position_T.expand(num_rows, -1), None)
         return self.run(self._model, self.embed(token_BT), slots, cache, context_layers)
 
@@ -309,6 +319,7 @@ class NativeRuntime:
         """The forward of this model, or of its first layers, over embeddings."""
         slot_BT, position_BT = slots.slot_BT.contiguous(), slots.position_BT.contiguous()
         ancestor_BTT = None if slots.ancestor_BTT is None else slots.ancestor_BTT.contiguous()
+        assert embedding_BTD.shape[:2] == slot_BT.shape == position_BT.shape, "tokens and slots differ in number"
         tokens = native.Tokens(
             *slot_BT.shape, slots.first_row, slot_BT.data_ptr(), position_BT.data_ptr(),
             None if ancestor_BTT is None else ancestor_BTT.data_ptr(),
