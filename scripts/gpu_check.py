@@ -30,7 +30,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
 from drafter.engine.request import Request, RequestOptions
 from drafter.engine.settings import EngineConfig
-from drafter.engine.tuned import PLAIN, Tree, TreeSizer
+from drafter.engine.tuned import PLAIN, Sizer, Tree
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target, wrap_model
@@ -146,7 +146,7 @@ def prompts_of(target: Target, number: int, length: int) -> list[list[int]]:
     return [target.encode_chat([{"role": "user", "content": text}]) for text in texts]
 
 
-class Steered(TreeSizer):
+class Steered(Sizer):
     """A sizer whose caller sets the next tree."""
 
     def __init__(self, trees: Sequence[Tree]) -> None:

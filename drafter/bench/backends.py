@@ -79,7 +79,7 @@ class EngineBackend(Backend):
 
     def __init__(self, engine: Engine, num_tokens: int) -> None:
         self._engine = engine
-        engine.reserve(num_tokens + engine.proposer.num_nodes)
+        engine.reserve(num_tokens + engine.num_nodes)
 
     def forget(self) -> None:
         self._engine.forget()  # observations of the sizer; the cache and compiled steps stay

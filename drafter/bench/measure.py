@@ -79,7 +79,7 @@ def steps_along(
     """
     params, options = SamplingParams(max_new_tokens=1, ignore_eos=True), RequestOptions(want_tree=True)
     texts = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
-    engine.reserve(max(map(len, texts), default=0) + engine.proposer.num_nodes)
+    engine.reserve(max(map(len, texts), default=0) + engine.num_nodes)
     accepted: list[list[int]] = []
     for answer, text in zip(answers, texts, strict=True):
         accepted.append([])

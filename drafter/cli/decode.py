@@ -150,7 +150,7 @@ def _say(engine: "Engine", options: DecodeOptions, prompt: "Prompt") -> str:
         print(event.text, end="", flush=True)
     assert event.completion is not None
     print(flush=True)
-    print(_figures(event.completion), file=sys.stderr)
+    print(_figures(event.completion), engine.what_ran(), file=sys.stderr)
     return event.completion.text
 
 
@@ -172,6 +172,7 @@ def _answer_all(engine: "Engine", options: DecodeOptions, asked: Sequence[Asked]
             if event.completion is not None:
                 done[event.index] = event.completion
                 bar.update()
+    print("steps:", engine.what_ran() or engine.plan.method, file=sys.stderr)
     return [done[index] for index in range(len(asked))]
 
 
@@ -208,7 +209,7 @@ def _compare(drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked])
     encoded = encode_prompts(target, [each.prompt for each in asked], raw=options.raw)
     longest = min(max(map(len, encoded)) + options.max_new_tokens, target.max_length)
     for engine in engines:
-        engine.reserve(longest + engine.proposer.num_nodes)
+        engine.reserve(longest + engine.num_nodes)
         engine.generate(encoded[:1], replace(options, max_new_tokens=_WARM_UP_TOKENS))
     answers: tuple[list[Request], list[Request]] = ([], [])
     seconds = [0.0, 0.0]
@@ -227,6 +228,7 @@ def _compare(drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked])
     verdict = "yes" if num_same == len(rows) else f"no ({num_same}/{len(rows)})"
     columns = ["prompt", *_SPEEDS, "identical"]
     print(format_table(columns, [*rows, ["all", *_speeds(plain, drafted, seconds), verdict]]))
+    print("steps:", drafting.what_ran() or plan.method, file=sys.stderr)
     return drafted
 
 

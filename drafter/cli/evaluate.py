@@ -74,7 +74,7 @@ def evaluate(options: EvaluateOptions) -> None:
     target = models.target
     rows = _recorded(options, target) if is_recorded else []
     plan = options.specs[0].plan(models, 1, options.compile)
-    plan = replace(plan, enable_prefix_caching=is_recorded, is_live=False)  # one tree for all steps
+    plan = replace(plan, enable_prefix_caching=is_recorded, sizes=(), tries={})  # one tree for all steps
     engine = Engine(target, models.drafter, plan)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     accepted: dict[str, list[list[int]]] = defaultdict(list)  # tokens of each step of each answer, by category

@@ -3,6 +3,7 @@
 Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S cache slots.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ class Proposer:
     """
 
     context_layers: tuple[int, ...] = ()  # of the target, whose hidden states are the contexts; empty: the final one
-    reads_every_token: bool = False  # no step may run without the proposer, not even a step of plain decoding
+    reads_every_token: bool = False  # the engine calls :meth:`admit` before a step for the tokens that are not read
+    least_score: float = -math.inf  # nodes below are left out on a CPU, where a smaller tree costs less
 
     def __init__(self, level_sizes: Sequence[int], num_nodes: int | None = None) -> None:
         self.level_sizes = tuple(level_sizes)
@@ -65,7 +67,11 @@ class Proposer:
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
-        found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, self.num_nodes)
+        num_nodes = self.num_nodes
+        if score_BM.device.type == "cpu":
+            is_worth_BM = (score_BM > self.least_score) & rows.is_active_B[:, None]
+            num_nodes = min(num_nodes, 1 + int(is_worth_BM.sum(dim=1).max()))
+        found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, num_nodes)
         return found._replace(has_failed_B=has_failed_B)
 
     def check(self, target: Any) -> None:
@@ -74,8 +80,8 @@ class Proposer:
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Allocate state for rows 0 .. ``num_rows`` - 1 of ``num_slots`` slots and drop the state of earlier rows."""
 
-    def admit(self, row: int, prompt_ids: list[int]) -> None:
-        """Start a request in ``row``; called before its prefill."""
+    def admit(self, row: int, token_ids: list[int], num_known: int = 0) -> None:
+        """Read the tokens of ``row`` before its root, but for the first ``num_known``, which the proposer knows."""
 
     def move(self, source: int, destination: int) -> None:
         """Move the state of row ``source`` to row ``destination``."""

@@ -3,9 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, count
-from pathlib import Path
 from typing import Any
 
 from drafter.decoding.params import SamplingParams
@@ -14,12 +12,12 @@ from drafter.engine.request import Prompt, Request, RequestOptions, StreamEvent,
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.tuned import LIVE_TREES, LiveSizer, Tree, TreeSizer, read_tuned
+from drafter.engine.tuned import PLAIN, Sizer, Tree
 from drafter.models.drafter import RecurrentDrafter
+from drafter.proposers.lookup import LookupDrafting
 from drafter.targets.target import Target
 
 _log = logging.getLogger(__name__)
-_MOST_VAIN_STEPS = 256  # a row's steps without an accepted token; nearly all drafters have one within ten
 _NO_OPTIONS = RequestOptions()
 
 
@@ -48,17 +46,13 @@ class Engine:
         config: EngineConfig | Plan | None = None,
         *,
         draft_model: Target | None = None,
-        sizer: TreeSizer | None = None,
+        sizer: Sizer | None = None,
     ) -> None:
         self.target, self._draft_model = target, draft_model
         plan = config if isinstance(config, Plan) else resolve(config, target, drafter, draft_model)
         _log.info("%s", plan.reason)
-        if sizer is not None:
-            plan = replace(plan, tuned=None, is_live=False, max_drafted_rows=None)  # they are about the plan's trees
-        elif plan.tuned is not None:
-            sizer = TreeSizer(read_tuned(Path(plan.tuned)).plans)
-        elif plan.is_live:
-            sizer = LiveSizer(LIVE_TREES)
+        if sizer is None and (plan.sizes or plan.tries):
+            sizer = Sizer(plan.sizes, plan.tries)
         self.plan, self._sizer = plan, sizer
         self._models = [target] if draft_model is None else [target, draft_model]
         for model in self._models:
@@ -72,8 +66,8 @@ class Engine:
         self._runner: Runner | None = None
         self._ids = count()
         self._is_arranged = True
-        self._num_vain_steps = 0
         self._is_sized = False  # the sizer has chosen the tree of the present step
+        self._has_told = False  # that the draft model does not pay
 
     @classmethod
     def load(cls, target: str, drafter: str | None = None, **settings: Any) -> "Engine":
@@ -194,7 +188,7 @@ class Engine:
         self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner = None  # the old caches are freed before the new ones are made
         proposer.reserve(0, 0)
-        check_fit(self._models, plan.max_num_seqs, num_slots, proposer.num_nodes)
+        check_fit(self._models, plan.max_num_seqs, num_slots, self.num_nodes)
         if plan.compile:
             for model, layers in zip(self._models, (proposer.context_layers, ()), strict=False):
                 if model.traits.is_compilable:
@@ -202,8 +196,7 @@ class Engine:
         self._runner = Runner(self.target, plan, num_slots, proposer.context_layers)
         proposer.reserve(plan.max_num_seqs, num_slots)
         if plan.compile:
-            plain = [] if proposer.reads_every_token else [self._plain]
-            self._runner.warm_up([proposer, *self._by_tree.values(), *plain])
+            self._runner.warm_up([proposer, *self._by_tree.values(), self._plain])
 
     def make_request(
         self,
@@ -263,18 +256,20 @@ class Engine:
         if not active:
             return []
         proposer = self._proposer_for(active)
+        if proposer.reads_every_token:
+            self._catch_up(proposer, active)
         num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
         started = time.perf_counter()
         results = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
         seconds, speculated = time.perf_counter() - started, zip(active, results, strict=True)
         accepted = [len(result.emitted) - 1 for request, result in speculated if request.options.speculate]
         if self._sizer is not None and self._is_sized:
-            self._sizer.observe(accepted, seconds)
-        if proposer is not self._plain:
-            self._watch(accepted)
+            self._sizer.observe(accepted, seconds, runner.num_verified)
+            self._tell(self._sizer)
         updates = []
         for request, result in zip(active, results, strict=True):
             taken = request.extend(result.emitted)
+            request.num_drafted = request.num_committed if proposer.reads_every_token else request.num_drafted
             logprobs = result.logprobs and result.logprobs[: len(taken)]
             reason = request.finish_reason
             updates.append(Update(request, taken, request.num_accepted[-1], reason, logprobs, result.tree))
@@ -323,28 +318,36 @@ class Engine:
 
     def forget(self) -> None:
         """Reset the state that drafting learned from earlier requests. No token changes. Call between requests."""
-        self._num_vain_steps = 0
         if self._sizer is not None:
             self._sizer.forget()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _watch(self, accepted: list[int]) -> None:
-        """End drafting after many steps without an accepted draft, which only cost time."""
-        if self.plan.drafting.method != "drafter":
+    def _tell(self, sizer: Sizer) -> None:
+        """Say once that a draft model does not pay."""
+        own = self.plan.drafting
+        if self._has_told or own.method != "draft-model" or own.tree is None:
             return
-        before = self._num_vain_steps
-        for number in accepted:
-            self._num_vain_steps = 0 if number else self._num_vain_steps + 1
-        if before < _MOST_VAIN_STEPS <= self._num_vain_steps:
+        loss = sizer.loss(Tree(*own.tree))
+        if loss > 0:
+            self._has_told = True
             _log.warning(
-                "no drafted token was accepted in %d steps: decoding goes on without drafts; `drafter tune` measures "
-                "whether this drafter pays, `drafter evaluate` what it accepts",
-                self._num_vain_steps,
+                "the draft model does not pay here (%.2f of the speed without it): decoding goes on with what is "
+                "faster; --num-speculative-tokens %d insists on the draft model",
+                1 / (1 + loss),
+                own.tree_size - 1,
             )
 
+    def what_ran(self) -> str:
+        """The trees of the steps since the last call, with their shares; empty where the size was given."""
+        if self._sizer is None or not (total := self._sizer.used.total()):
+            return ""
+        words = [f"{count / total:.0%} {tree}" for tree, count in self._sizer.used.most_common()]
+        self._sizer.used.clear()
+        return ", ".join(words)
+
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
-        """The proposer with the most nodes, and the proposers of all trees that the sizer may choose.
+        """The method's proposer with the most nodes, and the proposers of all trees that the sizer may choose.
 
         Raises:
             ValueError: a model does not fit, or the drafter's numbers over real texts are not finite.
@@ -352,10 +355,27 @@ class Engine:
         drafting, models = self.plan.drafting, (self.target, drafter, self._draft_model)
         by_tree: dict[Tree, Proposer] = {}
         for tree in sorted(self._sizer.trees if self._sizer is not None else (), key=lambda tree: -tree.tree_size):
-            by_tree[tree] = self._plain if tree.is_plain else replace(drafting, **tree._asdict()).build(*models)
-        most = next(iter(by_tree.values())) if by_tree else drafting.build(*models)
+            if tree.is_plain:
+                by_tree[tree] = self._plain
+            elif tree.is_copies:
+                by_tree[tree] = LookupDrafting(num_matches=tree.beam_width, tree_size=tree.tree_size).build(*models)
+            else:
+                by_tree[tree] = drafting.sized(*tree).build(*models)
+        own = [each for tree, each in by_tree.items() if not tree.is_copies and tree != PLAIN]
+        most = own[0] if own else drafting.build(*models)
         most.check(self.target)
         return most, by_tree
+
+    @property
+    def num_nodes(self) -> int:
+        """N of the largest tree that a step may have."""
+        return max(each.num_nodes for each in (self.proposer, *self._by_tree.values()))
+
+    def _catch_up(self, proposer: Proposer, active: list[Request]) -> None:
+        """Bring a proposer with a cache of its own the prompts, and the tokens of steps without it."""
+        for request in active:
+            if request.num_drafted < request.num_committed - 1:
+                proposer.admit(request.row, [*request.prompt_ids, *request.token_ids], request.num_drafted)
 
     def _arrange(self, runner: Runner) -> None:
         """Free finished rows, start waiting requests, close gaps."""
@@ -368,21 +388,14 @@ class Engine:
             runner.cache.copy_row(*copy)
         for request in schedule.started:
             runner.admit(request)
-            self.proposer.admit(request.row, request.prompt_ids)
             request.started = time.perf_counter()
         runner.vacate(len(self._scheduler.rows))
         self._is_arranged = True
 
     def _proposer_for(self, active: list[Request]) -> Proposer:
         """The proposer of this step."""
-        most = self.plan.max_drafted_rows
-        is_plain = (
-            self._num_vain_steps >= _MOST_VAIN_STEPS
-            or not any(item.options.speculate for item in active)
-            or (most is not None and len(active) > most)
-        )
         self._is_sized = False
-        if is_plain and not self.proposer.reads_every_token:
+        if not any(item.options.speculate for item in active):
             return self._plain
         if self._sizer is not None:
             self._is_sized = True
@@ -399,4 +412,4 @@ class Engine:
         length = len(request.prompt_ids) + request.limit
         if self.plan.max_model_len is not None:
             length = self._max_model_len  # one size for all requests: a server's cache is allocated once
-        return length + self.proposer.num_nodes
+        return length + self.num_nodes

@@ -144,6 +144,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)  # generated, a produced stop token included
     num_accepted: list[int] = field(default_factory=list)  # draft tokens of each step
     num_prefilled: int = 0  # prompt tokens in the cache, never the last one, which is the first root
+    num_drafted: int = 0  # tokens that the draft model has read, the last one perhaps not
     num_shared: int = 0  # prefilled tokens whose keys and values were copied from another row
     finish_reason: FinishReason | None = None  # None while running; abort: the request was taken out
     started: float | None = None  # time of the first prefill

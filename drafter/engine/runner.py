@@ -57,6 +57,7 @@ class Runner:
         self.target = target
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
+        self.num_verified = 0  # nodes of a row in the latest step, padding included
         self.num_failed_drafts = 0  # steps that went on without drafts, because the drafts failed
         self._context_layers = context_layers
         device = target.device
@@ -171,6 +172,7 @@ class Runner:
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
+        self.num_verified = candidates.token_BN.shape[1]
         if proposer.max_depth > 0:
             is_drafted_B1 = self._views.of(len(rows.root_B))["is_drafted_B"][:, None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))

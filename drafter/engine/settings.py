@@ -6,7 +6,8 @@ before that call, unless W, L and N are all given: the drafter's own settings th
 """
 
 import logging
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from drafter.proposers.options import METHODS, Drafting, Method, drafting_class
 from drafter.utils.validate import Checked, flag_of, require_choice, within
 
 if TYPE_CHECKING:
-    from drafter.engine.tuned import TunedSizes
+    from drafter.engine.tuned import RowPlan, Tree, TunedSizes
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
@@ -24,17 +25,11 @@ _log = logging.getLogger(__name__)
 NO_FILE = "none"  # --tuned none: do not use measured sizes
 
 _TREE_FIELDS = ("beam_width", "draft_length", "tree_size")
-# From the largest to the smallest.
-_TREES = (
-    {"beam_width": 8, "draft_length": 4, "tree_size": 24},
-    {"beam_width": 4, "draft_length": 3, "tree_size": 8},
-    {"beam_width": 2, "draft_length": 2, "tree_size": 4},
-    {"beam_width": 1, "draft_length": 1, "tree_size": 2},
-)
-# Tokens that one target forward verifies at little more than the cost of one token, where nothing was measured and the
-# runtime does not say. An accelerator waits for the weights up to some hundreds of tokens.
-_CHEAP_TOKENS_CPU, _CHEAP_TOKENS = 16, 256
-_MOST_LIVE_ROWS = 8  # of more rows no tree is tried
+_LARGE_TREE = {"beam_width": 8, "draft_length": 4, "tree_size": 24}
+_SMALL_TREE = {"beam_width": 4, "draft_length": 3, "tree_size": 8}
+# Tokens that a forward verifies at little more than the cost of one token, where nothing was measured: an accelerator
+# waits for the weights up to some hundreds of tokens.
+_CHEAP_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +130,9 @@ class Plan(Checked):
     Attributes:
         drafting: the way to draft, with all its numbers.
         max_num_seqs, max_model_len, enable_prefix_caching, prefill_chunk, compile: as of :class:`EngineConfig`.
-        tuned: file of measured sizes: W, L and N follow the number of running rows and the recent acceptance.
-        is_live: W, L and N follow the speed of the engine's own steps; ``drafting`` has the largest tree.
-        max_drafted_rows: a step of more running rows is plain decoding, where the method reads ``tree_size``.
+        sizes: table of step times that the steps' trees follow; empty, as is ``tries``: all are as ``drafting`` says.
+        tries: trees that are measured while the engine decodes, each with the tokens per step of usual drafts.
+        tuned: file that ``sizes`` come from.
         dtype: number format of the step.
         reason: one line for people: method, tree, and the origin of both.
     """
@@ -148,9 +143,9 @@ class Plan(Checked):
     enable_prefix_caching: bool = False
     prefill_chunk: int = 256
     compile: bool = False
+    sizes: "tuple[RowPlan, ...]" = ()
+    tries: "Mapping[Tree, float]" = field(default_factory=dict)
     tuned: str | None = None
-    is_live: bool = False
-    max_drafted_rows: int | None = None
     dtype: str = "float32"
     reason: str = ""
 
@@ -168,7 +163,7 @@ class Plan(Checked):
 
     def record(self) -> dict[str, Any]:
         """All settings by name, for records of runs."""
-        own = {name: value for name, value in vars(self).items() if name != "drafting"}
+        own = {name: value for name, value in vars(self).items() if name not in ("drafting", "sizes", "tries")}
         return {"method": self.method, "tree_size": self.drafting.tree_size, **vars(self.drafting), **own}
 
 
@@ -182,11 +177,11 @@ def resolve(
 
     The defaults:
 
-    1. Trees of a file of `drafter tune` that fits this device, dtype, target and drafter, unless a tree was given.
-    2. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without any model that drafts, ``lookup``
+    1. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without any model that drafts, ``lookup``
        on a CPU and ``none`` elsewhere.
-    3. Tree, unless one was given: on a CPU a drafter's tree follows the speed of the engine's own steps, down to plain
-       decoding; elsewhere a size that costs little. For many rows decoding is plain.
+    2. Tree, unless one was given: what is fastest by a file of `drafter tune` that fits this device, dtype, target and
+       drafter, or by a guess for the device. On a CPU the engine goes on measuring, whatever the file says: trees of
+       the method, copies alone, and plain decoding. For many rows decoding is plain.
 
     Args:
         config: the user's settings; None: all are open.
@@ -206,7 +201,8 @@ def resolve(
     with_drafter: Method = without_drafter if drafter is None else "drafter"
     method = config.method or (with_drafter if draft_model is None else "draft-model")
     _refuse_unused(config, method)
-    is_open = all(getattr(config, name) is None for name in _TREE_FIELDS)
+    is_open = all(getattr(config, name) is None for name in (*_TREE_FIELDS, "num_speculative_tokens"))
+    is_cpu = target.device.type == "cpu"
     way: Any = drafting_class(method)
     kept = ("max_num_seqs", "max_model_len", "enable_prefix_caching", "prefill_chunk")
     common: dict[str, Any] = {
@@ -214,33 +210,32 @@ def resolve(
         "dtype": str(target.dtype).removeprefix("torch."),
         **{name: value for name in kept if (value := getattr(config, name)) is not None},
     }
-    note, limit = "", None
+    cheap, max_num_seqs = target.traits.cheap_tokens or _CHEAP_TOKENS, config.max_num_seqs or Plan.max_num_seqs
+    is_large = not is_cpu and max_num_seqs * _LARGE_TREE["tree_size"] <= cheap
+    drafting = way.choose(config, _LARGE_TREE if is_large else _SMALL_TREE, drafter)
+    text, note = ", ".join(part for part in (method, drafting.describe()) if part), ""
+    if is_open and drafting.tree is not None:
+        from drafter.engine.tuned import Tree, assumed_plan, trees_to_try
+
+        tree = Tree(*drafting.tree)
+        if is_cpu:
+            common["tries"] = trees_to_try(tree, copying=config.copying is not False, is_drafter=method == "drafter")
+            text += ", a smaller tree" * (method == "drafter") + ", copies alone" * (config.copying is not False)
+            text += " or plain, whatever is fastest while it runs"
+        elif method != "draft-model":
+            common["sizes"] = (assumed_plan(tree, cheap),)
+            limit = common["sizes"][0].num_rows
+            text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""
     if method == "drafter" and drafter is not None and is_open and config.tuned != NO_FILE:
         sizes, where = _measured(config, target, drafter, is_compiled=common["compile"])
         if sizes is not None:
-            most = max(choice.tree_size for plan in sizes.plans for choice in plan.choices)
-            reason = f"{sizes.summary()}: measured, {where}"
-            return Plan(drafting=way(tree_size=most), tuned=where, reason=reason, **common)
+            common |= {"sizes": sizes.plans, "tuned": where}
+            more = ", measured further while it runs" if is_cpu else ""
+            return Plan(drafting=drafting, reason=f"{sizes.summary()}: measured, {where}{more}", **common)
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:
         note = "; there is no drafter"
-    cheap = target.traits.cheap_tokens or (_CHEAP_TOKENS_CPU if target.device.type == "cpu" else _CHEAP_TOKENS)
-    max_num_seqs = config.max_num_seqs or Plan.max_num_seqs
-    is_live = method == "drafter" and is_open and target.device.type == "cpu"
-    if method == "drafter" and target.device.type == "cpu":
-        default = _TREES[1]
-    elif max_num_seqs * _TREES[0]["tree_size"] <= cheap:
-        default = _TREES[0]
-    else:
-        default = next(tree for tree in _TREES[1:] if tree["tree_size"] <= max(cheap, 2))
-    drafting = way.choose(config, default, drafter)
-    text = ", ".join(part for part in (method, drafting.describe()) if part)
-    if "tree_size" in METHODS[method].reads and is_open:  # N is a choice
-        limit = _MOST_LIVE_ROWS if is_live else max(1, cheap // drafting.tree_size)
-        text += " or less, whatever is fastest while it runs" if is_live else ""
-        text += f", plain decoding above {limit} rows" if limit < max_num_seqs else ""
-    reason = f"{text}: {_origin(config, method, target)}{note}"
-    return Plan(drafting=drafting, is_live=is_live, max_drafted_rows=limit, reason=reason, **common)
+    return Plan(drafting=drafting, reason=f"{text}: {_origin(config, method, target)}{note}", **common)
 
 
 def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: bool) -> None:

@@ -1,13 +1,14 @@
-"""Trees sized by measurement: the file of `drafter tune`, and the choice of a tree for each step.
+"""Trees sized by measurement: tables of step times by rows and tree, their file, and the choice of every step's tree.
 
 The choice changes the speed of decoding and no token.
 """
 
 import hashlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -27,18 +28,21 @@ SCHEMA: Literal["drafter-tuned/1"] = "drafter-tuned/1"
 Size = Annotated[int, Field(ge=1, le=4096)]  # a number of a tree in a file
 
 _WINDOW = 128  # row-steps in the exponential average of acceptance
-_MEMORY = 2048  # plain steps in which most of a bad acceptance is forgotten, so that a tree is tried again
+_MEMORY = 2048  # steps of other trees in which most of a bad acceptance is forgotten, so that a tree is tried again
 _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
-_NUM_FIRST = 2  # trees that are tried at the beginning
 _TRIAL_STEPS = 3  # steps of a trial of a tree
 _TRIAL_COST = 0.003  # of the time, for the trials of each tree
 _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if it lost so much
 _TIMES = 2 * _TRIAL_STEPS  # durations of a tree whose median counts
+_MOST_ROWS = 8  # of more rows no tree is tried
 _PAUSE = 12  # steps between two trials, after which a start is over; a short answer pays for few trials
+_LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calibration has seen
 
 
 class Tree(NamedTuple):
-    """Size of a tree: beam width W, draft length L, nodes N (root included). N = 1 is plain decoding."""
+    """Size of a tree: beam width W, draft length L, nodes N (root included). N = 1 is plain decoding; L = 0 is a tree
+    of copies from the text alone, along W matches.
+    """
 
     beam_width: int
     draft_length: int
@@ -48,10 +52,22 @@ class Tree(NamedTuple):
     def is_plain(self) -> bool:
         return self.tree_size == 1
 
+    @property
+    def is_copies(self) -> bool:
+        return self.draft_length == 0 and not self.is_plain
 
-PLAIN = Tree(1, 1, 1)
-# What an engine tries on a CPU where nothing was measured, with the tokens per step of a usual drafter.
-LIVE_TREES = {Tree(2, 2, 4): 1.9, PLAIN: 1.0, Tree(1, 1, 2): 1.5, Tree(4, 3, 8): 2.3}
+    def __str__(self) -> str:
+        size = f"N {self.tree_size}"
+        if self.is_plain:
+            return "plain"
+        return f"copies alone {size}" if self.is_copies else f"W {self.beam_width} L {self.draft_length} {size}"
+
+
+PLAIN, COPIES, MANY_COPIES = Tree(1, 1, 1), Tree(4, 0, 8), Tree(8, 0, 16)
+# What an engine tries on a CPU, with the tokens per step of usual drafts. The first tree of each kind is tried at the
+# beginning, in this order.
+LIVE_COPIES = {COPIES: 1.2, PLAIN: 1.0, MANY_COPIES: 1.25}
+LIVE_TREES = {Tree(2, 2, 4): 1.9, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 8): 2.3}
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class MeasuredTree:
     """
 
     beam_width: Size
-    draft_length: Size
+    draft_length: Annotated[int, Field(ge=0, le=4096)]
     tree_size: Size
     tokens_per_step: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     step_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -125,9 +141,7 @@ class TunedSizes:
         """The calibrated choice for each number of rows, in one line."""
         sizes = []
         for plan in self.plans:
-            tree = plan.best().tree
-            size = "plain" if tree.is_plain else f"W {tree.beam_width} L {tree.draft_length} N {tree.tree_size}"
-            sizes.append(f"{plan.num_rows}: {size}")
+            sizes.append(f"{plan.num_rows}: {plan.best().tree}")
         return "drafter, trees by rows: " + "; ".join(sizes)
 
 
@@ -161,173 +175,238 @@ def is_tuned_file(path: Path) -> bool:
     return isinstance(content, dict) and content.get("schema") == SCHEMA
 
 
-class TreeSizer:
-    """Chooses the fastest measured tree for the number of rows and the recent acceptance.
+@dataclass
+class _Acceptance:
+    """Accepted draft tokens over the expected ones, both decaying, for the trees of one kind.
 
-    The recent acceptance is a ratio: accepted draft tokens over the accepted draft tokens of the calibration. Both
-    numbers decay exponentially. The ratio scales the tokens per step of all trees alike, which is an approximation.
-    Plain decoding is the fastest choice where no tree pays. Plain steps show no acceptance, so they slowly forget the
-    low ratio, until a tree is the fastest choice again for a few steps.
-
-    Args:
-        plans: the measured plans, in the order of their rows.
-
-    Attributes:
-        trees: all trees that the sizer may choose, plain decoding included.
+    The ratio scales the tokens per step of all these trees alike, which is an approximation.
     """
 
-    calibration_weight = 16.0  # in drafted tokens
-
-    def __init__(self, plans: Sequence[RowPlan]) -> None:
-        self._plans = plans
-        self.trees = list(dict.fromkeys([PLAIN, *(choice.tree for plan in plans for choice in plan.choices)]))
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all observations: start again with the acceptance of the calibration."""
-        self._kept = 0.0
-        self._expected = 0.0
-        self._prior = self.calibration_weight
-        self._present: MeasuredTree | None = None
+    weight: float  # of the expectation, in drafted tokens
+    kept: float = 0.0
+    expected: float = 0.0
+    prior: float = 0.0
 
     @property
     def ratio(self) -> float:
-        """Recent acceptance relative to the calibration."""
-        expected = self._expected + self._prior
-        return (self._kept + self._prior) / expected if expected > 0 else 1.0
+        expected = self.expected + self.prior
+        return (self.kept + self.prior) / expected if expected > 0 else 1.0
 
-    def choose(self, num_rows: int) -> Tree:
-        """The tree for the next step of ``num_rows`` rows."""
-        plan = self._plan_for(num_rows)
-        if plan is None:
-            self._present = None  # no measurement for so many rows
-            return PLAIN
-        best = plan.best(self.ratio)
-        tree = None if self._present is None else self._present.tree
-        present = next((choice for choice in plan.choices if choice.tree == tree), best)
-        is_clear = best.rate(self.ratio) > _GAIN_TO_SWITCH * present.rate(self.ratio)
-        self._present = best if is_clear else present
-        if self._present.tree.is_plain:
-            self._fade(1 - 1 / _MEMORY)
-            self._prior += (self.calibration_weight - self._prior) / _MEMORY
-        return self._present.tree
+    def add(self, kept: int, expected: float, num_rows: int) -> None:
+        """A step of so many rows."""
+        keep = (1 - 1 / _WINDOW) ** num_rows
+        self.kept, self.expected = self.kept * keep + kept, self.expected * keep + expected
+        self.prior *= keep
 
-    def _plan_for(self, num_rows: int) -> RowPlan | None:
-        return next((plan for plan in self._plans if plan.num_rows >= num_rows), None)
-
-    def observe(self, num_accepted: Sequence[int], seconds: float) -> None:
-        """What the step has shown: accepted draft tokens of each row that used its drafts, and its duration."""
-        if self._present is None or self._present.tree.is_plain or not num_accepted:
-            return
-        keep = (1 - 1 / _WINDOW) ** len(num_accepted)
-        self._fade(keep)
-        self._prior *= keep
-        self._kept += sum(num_accepted)
-        self._expected += len(num_accepted) * (self._present.tokens_per_step - 1.0)
-
-    def _fade(self, keep: float) -> None:
-        """Weigh all earlier observations less."""
-        self._kept *= keep
-        self._expected *= keep
+    def fade(self) -> None:
+        """A step of another kind, which shows nothing: a bad ratio is slowly forgotten."""
+        self.kept, self.expected = self.kept * (1 - 1 / _MEMORY), self.expected * (1 - 1 / _MEMORY)
+        self.prior += (self.weight - self.prior) / _MEMORY
 
 
 @dataclass
-class _Trials:
-    """What an engine knows of its trees at one number of rows.
+class _Times:
+    """What is measured of the trees at one number of rows.
 
     A step takes up to twice its time after a start, a third more after a prefill, and the speed of a machine drifts. So
-    the duration of a tree is that of its trial over the pace of the steps just before, in units of the first tree.
+    the duration of a tree is that of its trial over the pace of the steps just before, in units of the first tree. A
+    tree of copies has as many nodes as the text has copies: durations are kept by nodes, and the cost is their mean.
 
     Attributes:
-        plan: the trees that were tried, with the medians of their durations.
-        durations: the latest durations of each tree, from its trials.
+        durations: the latest durations by tree and nodes.
         paces: seconds a unit in the steps since the last trial, the latest ``_PAUSE``.
         pace: the median of the last of them when the present trial began; None: the trial of the first tree.
         used: the step of the last use of each tree.
+        num_copied: steps of each tree of copies.
     """
 
-    plan: RowPlan
-    durations: defaultdict[Tree, deque[float]] = field(
+    durations: defaultdict[tuple[Tree, int], deque[float]] = field(
         default_factory=lambda: defaultdict(partial(deque, maxlen=_TIMES))
     )
     paces: deque[float] = field(default_factory=partial(deque, maxlen=_PAUSE))
     pace: float | None = None
     used: dict[Tree, int] = field(default_factory=dict)
+    num_copied: Counter[Tree] = field(default_factory=Counter)
 
 
-class LiveSizer(TreeSizer):
-    """Sizes trees by the steps of this engine alone, where nothing was measured before.
+class Sizer:
+    """Chooses the fastest tree for the number of rows and the recent acceptance: one table of step times by rows and
+    tree, which starts from measured or assumed plans, and which trials go on measuring, if there is anything to try.
 
-    After the first tree the second is tried for a few steps, and the faster one goes on. Another tree is tried first
-    where the next larger or smaller tree is the fastest; a tree that was tried is tried again, a slow one more seldom
-    than a fast one, so that its trials cost at most ``_TRIAL_COST`` of the time. Trials keep a distance.
+    A tree whose drafts are rejected gives way to smaller ones, copies alone and plain decoding. Its kind slowly forgets
+    the low acceptance, until a tree is the fastest again for a few steps.
+
+    **Trials** come where measuring is cheap. The first tree of each kind and plain decoding are tried for a few steps
+    each, and the fastest goes on. Another tree is tried first where the next larger or smaller tree of its kind is the
+    fastest; a tree that was tried is tried again, a slow one more seldom than a fast one, so that its trials cost at
+    most ``_TRIAL_COST`` of the time. Trials keep a distance.
 
     Args:
-        expected: tokens per step of a usual drafter with each tree, plain decoding included.
+        plans: the plans at the start, in the order of their rows.
+        tries: the trees to try, with the tokens per step of usual drafts, plain decoding included; empty: no trials.
+
+    Attributes:
+        trees: all trees that the sizer may choose, plain decoding included.
+        used: steps of each tree since the last look.
     """
 
-    calibration_weight = 8.0  # a guess about drafters weighs less than a measurement of one
-
-    def __init__(self, expected: Mapping[Tree, float]) -> None:
-        self._choices = {tree: MeasuredTree(*tree, number, 1.0) for tree, number in expected.items()}
-        super().__init__([RowPlan(1, tuple(self._choices.values()))])
-        self._by_size = sorted(self.trees, key=lambda tree: tree.tree_size)
-        self._trials_of: dict[int, _Trials] = {}  # by bucket of rows
+    def __init__(self, plans: Sequence[RowPlan] = (), tries: Mapping[Tree, float] | None = None) -> None:
+        self._plans = plans
+        self._tries = {tree: MeasuredTree(*tree, number, 1.0) for tree, number in (tries or {}).items()}
+        self.trees = list(dict.fromkeys([PLAIN, *self._tries, *(each.tree for plan in plans for each in plan.choices)]))
+        self._table: dict[int, dict[Tree, MeasuredTree]] = {}
+        if not self._tries:
+            self._table = {plan.num_rows: {each.tree: each for each in plan.choices} for plan in plans}
+        self._times: dict[int, _Times] = {}
         self._num_steps = self._num_left = self._rows = 0
+        self._is_live = False  # trials go on at the present number of rows
+        self.used: Counter[Tree] = Counter()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all acceptance: start again with the expected one."""
+        # Drafted tokens: a guess weighs less than a measurement, and copies depend on the text more than on a drafter.
+        weights = {False: 8.0, True: 3.0} if self._tries else {False: 16.0, True: 16.0}
+        self._seen = {is_copies: _Acceptance(weight, prior=weight) for is_copies, weight in weights.items()}
+        self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
+
+    @property
+    def ratio(self) -> float:
+        """Recent acceptance of drafts relative to the expected one."""
+        return self._seen[False].ratio
+
+    def _rate(self, choice: MeasuredTree) -> float:
+        return choice.rate(self._seen[choice.tree.is_copies].ratio)
 
     def choose(self, num_rows: int) -> Tree:
         """The tree for the next step of ``num_rows`` rows: the fastest, or a tree on trial."""
-        self._num_steps += 1
-        is_same, self._rows = bucket(num_rows) == self._rows, bucket(num_rows)
-        trials = self._trials_of.setdefault(self._rows, _Trials(RowPlan(num_rows, ())))
+        self._is_live = bool(self._tries) and num_rows <= _MOST_ROWS
+        rows = bucket(num_rows) if self._is_live else next((each for each in self._table if each >= num_rows), 0)
+        is_same, self._rows = rows == self._rows, rows
         self._num_left = self._num_left - 1 if is_same else 0
-        if self._num_left > 0 and self._present is not None:
-            tree = self._present.tree
-        elif (due := self._due(trials)) is not None:
-            self._present, self._num_left, tree = self._choices[due], _TRIAL_STEPS, due
-            trials.pace = median(list(trials.paces)[-_TRIAL_STEPS:]) if trials.paces else None
-            trials.paces.clear()
-        else:
-            tree = super().choose(num_rows)
-        trials.used[tree] = self._num_steps
+        self._num_steps += 1
+        if self._is_live and rows not in self._times:
+            self._start(rows, num_rows)
+        if self._num_left <= 0 and (due := self._due()) is not None:
+            self._present, self._num_left = due, _TRIAL_STEPS
+        elif self._num_left <= 0:
+            self._present = self._fastest()
+        tree = self._present.tree
+        if self._is_live:
+            self._times[rows].used[tree] = self._num_steps
+        for is_copies, seen in self._seen.items():
+            if tree.is_plain or is_copies != tree.is_copies:
+                seen.fade()
+        self.used[tree] += 1
         return tree
 
-    def observe(self, num_accepted: Sequence[int], seconds: float) -> None:
-        """Learn as the base class does, and from the duration of the step."""
-        assert self._present is not None
-        trials, tree = self._trials_of[self._rows], self._present.tree
-        durations = trials.durations[tree]
-        if self._num_left > 0 and trials.pace is not None:
-            durations.append(seconds / trials.pace)
-        else:
-            if not durations:
-                durations.append(1.0)
-            trials.paces.append(seconds / median(durations))
-        timed = replace(self._choices[tree], step_seconds=median(durations))
-        others = (choice for choice in trials.plan.choices if choice.tree != tree)
-        trials.plan = replace(trials.plan, choices=(*others, timed))
-        super().observe(num_accepted, seconds)
+    def observe(self, num_accepted: Sequence[int], seconds: float, num_nodes: int) -> None:
+        """What the step has shown: accepted draft tokens of each row that used its drafts, duration, and nodes."""
+        tree = self._present.tree
+        if self._is_live:
+            self._time(tree, seconds, num_nodes)
+        if not tree.is_plain and num_accepted:
+            expected = len(num_accepted) * (self._present.tokens_per_step - 1.0)
+            self._seen[tree.is_copies].add(sum(num_accepted), expected, len(num_accepted))
 
-    def _due(self, trials: _Trials) -> Tree | None:
-        """The tree whose trial begins now."""
-        choices, ratio = trials.plan.choices, self.ratio
-        if choices and len(trials.paces) < _PAUSE:
+    def loss(self, tree: Tree) -> float:
+        """Time lost by a tree against the fastest one, as a share of the latter's; 0 before all kinds are measured."""
+        choices = self._table.get(self._rows, {})
+        if tree not in choices or len(choices) < self._num_kinds:
+            return 0.0
+        return max(map(self._rate, choices.values())) / self._rate(choices[tree]) - 1
+
+    def _fastest(self) -> MeasuredTree:
+        choices = self._table.get(self._rows)
+        if not choices:
+            return MeasuredTree(*PLAIN, 1.0, 1.0)
+        best = max(choices.values(), key=lambda choice: (self._rate(choice), -choice.tree_size))
+        present = choices.get(self._present.tree, best)
+        return best if self._rate(best) > _GAIN_TO_SWITCH * self._rate(present) else present
+
+    # -- trials ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_kinds(self) -> int:
+        return len({(tree.is_plain, tree.is_copies) for tree in self._tries})
+
+    def _start(self, rows: int, num_rows: int) -> None:
+        """The table of another number of rows: of the plan for it, in units of its fastest tree, which comes first."""
+        times = self._times[rows] = _Times()
+        plan = next((plan for plan in self._plans if plan.num_rows >= num_rows), None)
+        self._table[rows] = {}
+        if plan is None:
+            return
+        unit = plan.best().step_seconds
+        for each in plan.choices:
+            tokens = each.tokens_per_step if each.tree.is_plain else max(each.tokens_per_step, 1 + _LEAST_GAIN)
+            self._table[rows][each.tree] = replace(each, tokens_per_step=tokens, step_seconds=each.step_seconds / unit)
+            times.durations[each.tree, each.tree_size].append(each.step_seconds / unit)
+            times.used[each.tree] = self._num_steps
+
+    def _due(self) -> MeasuredTree | None:
+        """The tree whose trial begins now, with its acceptance as expected."""
+        if not self._is_live:
             return None
-        if len(choices) < _NUM_FIRST:
-            return next(tree for tree in self._choices if tree not in trials.used)
-        best = trials.plan.best(ratio)
-        place = self._by_size.index(best.tree)
-        for tree in self._by_size[max(place - 1, 0) : place + 2]:
-            if tree not in trials.used:
+        times, choices = self._times[self._rows], self._table[self._rows]
+        tree = self._next_trial(times, choices)
+        if tree is None:
+            return None
+        times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else None
+        times.paces.clear()
+        return choices.get(tree) or self._tries[tree]
+
+    def _next_trial(self, times: _Times, choices: Mapping[Tree, MeasuredTree]) -> Tree | None:
+        if choices and len(times.paces) < _PAUSE:
+            return None
+        if len(choices) < self._num_kinds:
+            kinds = {(tree.is_plain, tree.is_copies) for tree in choices}
+            return next(tree for tree in self._tries if (tree.is_plain, tree.is_copies) not in kinds)
+        best = max(choices.values(), key=self._rate).tree
+        for is_copies in (False, True):
+            own = sorted(
+                {tree for tree in self._tries if tree.is_plain or tree.is_copies == is_copies},
+                key=attrgetter("tree_size"),
+            )
+            if best in own:
+                for tree in own[max(own.index(best) - 1, 0) : own.index(best) + 2]:
+                    if tree not in choices:
+                        return tree
+        for tree in choices:
+            loss = max(self.loss(tree), _LEAST_LOSS)
+            if self._num_steps - times.used[tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
                 return tree
-        for choice in choices:
-            loss = max(best.rate(ratio) / choice.rate(ratio) - 1, _LEAST_LOSS)
-            if self._num_steps - trials.used[choice.tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
-                return choice.tree
         return None
 
-    def _plan_for(self, num_rows: int) -> RowPlan:
-        return self._trials_of[self._rows].plan
+    def _time(self, tree: Tree, seconds: float, num_nodes: int) -> None:
+        """Keep the duration of a step, in units of the pace."""
+        times, choices = self._times[self._rows], self._table[self._rows]
+        durations = times.durations[tree, num_nodes]
+        if self._num_left > 0 and times.pace is not None:
+            durations.append(seconds / times.pace)
+        else:
+            if not durations or (tree.is_copies and times.paces and len(durations) < _TIMES):
+                durations.append(seconds / median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else 1.0)
+            times.paces.append(seconds / median(durations))
+        cost, before = median(durations), choices.get(tree)
+        if tree.is_copies:
+            times.num_copied[tree] += 1
+            mean = cost if before is None else before.step_seconds
+            cost = mean + (cost - mean) / min(times.num_copied[tree], _WINDOW)
+        choices[tree] = replace(before or self._tries[tree], step_seconds=cost)
+
+
+def trees_to_try(own: Tree, *, copying: bool, is_drafter: bool) -> dict[Tree, float]:
+    """The trees that an engine tries on a CPU, with the tokens per step of usual drafts; ``own``: the method's."""
+    drafts = {} if own.is_copies or is_drafter else {own: 1 + 0.6 * own.draft_length}
+    trees = LIVE_TREES if is_drafter else {**drafts, **LIVE_COPIES}
+    return {tree: number for tree, number in trees.items() if copying or not tree.is_copies}
+
+
+def assumed_plan(tree: Tree, cheap_tokens: int) -> RowPlan:
+    """A table where nothing was measured: a tree takes a seventh more time while its rows' tokens are cheap."""
+    plain, assumed = MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*tree, 1 + tree.tree_size**0.3, 1.15)
+    return RowPlan(max(1, cheap_tokens // tree.tree_size), (plain, assumed))
 
 
 def device_name(target: Target) -> str:

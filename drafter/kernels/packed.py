@@ -4,9 +4,6 @@ Decoding multiplies a few rows (N nodes of a tree) with every weight of the mode
 reordered once, a step of the target takes about two thirds of the time of plain ``nn.Linear`` layers. The products
 differ from a plain layer's in the order of summation at most.
 
-Drafters also take 8-bit weights: a drafting step is limited by reading the weights, and rounding changes drafts only,
-never the tokens of an answer.
-
 For inference only: a packed layer has no gradient. Do not save, move or cast a packed model.
 
 The operators of ``torch.ops.mkldnn`` are not public: torch 2.11 to 2.15 were tested, and :func:`can_pack` tries others.
@@ -19,8 +16,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from drafter.kernels import native
 
 _ROWS = 8  # the number of rows that the layout is chosen for; the gain hardly depends on the number
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -38,37 +33,24 @@ class PackedMatrix:
         return product
 
 
-class Int8Matrix:
-    """A weight [O, I] rounded to 8 bits in groups of 32 inputs; the native step rounds the other factor as well."""
-
-    def __init__(self, weight_OI: Tensor) -> None:
-        self.matrix = native.round_matrix(weight_OI)
-
-    def linear(self, x_XI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """x W^T + b: [..., I] -> float32 [..., O]."""
-        product = native.multiply(self.matrix, x_XI.float())
-        return product if bias_O is None else product.add_(bias_O)
-
-
 class PackedLinear(nn.Module):
     """Takes the place of an ``nn.Linear``.
 
     Args:
         linear: the layer.
         keep_weight: keep the plain weight as ``weight``, too.
-        is_rounded: use 8-bit weights.
     """
 
-    def __init__(self, linear: nn.Linear, *, keep_weight: bool, is_rounded: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, *, keep_weight: bool) -> None:
         super().__init__()
         self.bias = linear.bias
         if keep_weight:
             self.weight = linear.weight
-        self._matrix = Int8Matrix(linear.weight) if is_rounded else PackedMatrix(linear.weight)
+        self._matrix = PackedMatrix(linear.weight)
 
     def forward(self, x_XI: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return self._matrix.linear(x_XI, self.bias).to(x_XI.dtype)
+        return self._matrix.linear(x_XI, self.bias)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -86,18 +68,12 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((product.double() - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
 
 
-def can_round(device: torch.device) -> bool:
-    """Whether this machine has fast products with 8-bit weights: the native step was built."""
-    return device.type == "cpu" and native.library() is not None
-
-
-def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = (), is_rounded: bool = False) -> int:
+def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
     """Replace every ``nn.Linear`` (not its subclasses) and return the number of replaced layers.
 
     Args:
         module: on a device and in a dtype for which :func:`can_pack` holds.
         keep: layers that keep their plain weight as ``weight``.
-        is_rounded: use 8-bit weights.
     """
     found = [
         (parent, name, child)
@@ -106,5 +82,5 @@ def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = (), is_roun
         if type(child) is nn.Linear
     ]
     for parent, name, child in found:
-        parent.add_module(name, PackedLinear(child, keep_weight=child in keep, is_rounded=is_rounded))
+        parent.add_module(name, PackedLinear(child, keep_weight=child in keep))
     return len(found)

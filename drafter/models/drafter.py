@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import save_file
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import CONFIG_NAME, cached_file
 
-from drafter.kernels.packed import Int8Matrix, PackedMatrix, can_round, pack_linears
+from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
 from drafter.utils.fingerprint import same_fingerprint
@@ -73,6 +73,16 @@ def _unbind(drafter: "RecurrentDrafter", _: Any) -> None:
     drafter._bound = None
 
 
+class Rounded(NamedTuple):
+    """A drafter's matrices in 8 bits, as the native search reads them."""
+
+    cell: native.Matrix
+    downs: list[native.Matrix]
+    blocks: list[native.Matrix]
+    head: native.Matrix  # of a tied head, else none
+    rows: native.Matrix  # the output matrix over the draft vocabulary
+
+
 class RecurrentDrafter(nn.Module):
     """The drafter; see the module's text for its mathematics.
 
@@ -98,7 +108,7 @@ class RecurrentDrafter(nn.Module):
         self.output_rows_RD: Tensor | None = None
         self._bound: weakref.ref[Any] | None = None  # their target; None again where the draft vocabulary has changed
         self.register_load_state_dict_post_hook(_unbind)
-        self._packed_rows: PackedMatrix | Int8Matrix | None = None
+        self._rounded: Rounded | None = None
         self.is_packed = False
         self._init_weights()
 
@@ -208,7 +218,7 @@ class RecurrentDrafter(nn.Module):
             is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
             rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
-            self._pack_rows()
+            self._rounded = None
         return self
 
     def _is_bound(self, target: Any) -> bool:
@@ -219,20 +229,25 @@ class RecurrentDrafter(nn.Module):
         return (rows_RD.device, rows_RD.dtype) == (self.device, self.dtype)
 
     def pack(self) -> Self:
-        """Pack the weights for the CPU's kernels (:mod:`drafter.kernels.packed`), for decoding only.
-
-        The weights are rounded to 8 bits where the CPU is faster with them; the plain weights stay as well. Call this
-        method where ``can_pack`` holds, before or after :meth:`bind`.
+        """Let the native search draft, where there is one, with weights rounded to 8 bits (:meth:`rounded`); for
+        decoding only. The weights must not change any more.
         """
         self.is_packed = True
-        pack_linears(self, keep=list(self.modules()), is_rounded=can_round(self.device))
-        self._pack_rows()
         return self
 
-    def _pack_rows(self) -> None:
-        if self.is_packed and self.output_rows_RD is not None:
-            matrix = Int8Matrix if can_round(self.device) else PackedMatrix
-            self._packed_rows = matrix(self.output_rows_RD)
+    def rounded(self) -> "Rounded":
+        """The weights in 8 bits, which all searches share."""
+        if self._rounded is None:
+            parts: list[Any] = list(self.blocks)
+            tied = native.round_matrix(self.head.weight) if self.config.head == "tied" else native.NO_MATRIX
+            self._rounded = Rounded(
+                native.round_matrix(torch.cat([self.cell.w.weight, self.cell.u.weight], dim=1), self.cell.u.bias),
+                [native.round_matrix(part.down.weight) for part in parts if part.down is not None],
+                [native.round_matrix(part.linear.weight, part.linear.bias) for part in parts],
+                tied,
+                native.round_matrix(self.output_rows()),
+            )
+        return self._rounded
 
     def set_scales(self, hidden_scale: float, embedding_scale: float) -> Self:
         """Set the constants that bring h and e to rms 1 (see DrafterConfig)."""
@@ -296,11 +311,6 @@ class RecurrentDrafter(nn.Module):
         assert self.output_rows_RD is not None, "a tied head needs bind(target) before it can give logits"
         return self.output_rows_RD
 
-    def packed_rows(self) -> Any:
-        """The output matrix over the draft vocabulary in 8 bits, of the native step (:class:`native.Matrix`)."""
-        rows = self._packed_rows if isinstance(self._packed_rows, Int8Matrix) else Int8Matrix(self.output_rows())
-        return rows.matrix
-
     def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
         """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D].
 
@@ -310,8 +320,6 @@ class RecurrentDrafter(nn.Module):
         feature_X = self.features(self.fuse(context_XC), state_XD)
         if self.config.head == "full":
             return self.head(feature_X)
-        if self._packed_rows is not None:
-            return self._packed_rows.linear(feature_X)
         return F.linear(feature_X, self.output_rows())
 
     def forward(self, context_XC: Tensor, embedding_XLD: Tensor) -> Tensor:

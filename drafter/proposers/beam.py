@@ -5,7 +5,7 @@ D hidden size · C context size · T tokens of a text · M drafted nodes · K ch
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -59,6 +59,15 @@ class BeamDrafting(Drafting):
             )
         size = size or min(max(default["tree_size"], length + 1), most)
         return cls(beam_width=width, draft_length=length, tree_size=size, copying=copying)
+
+    @property
+    def tree(self) -> tuple[int, int, int]:
+        """W, L and N."""
+        return self.beam_width, self.draft_length, self.tree_size
+
+    def sized(self, width: int, length: int, size: int) -> Self:
+        """The same switches with other sizes."""
+        return replace(self, beam_width=width, draft_length=length, tree_size=size)
 
     def build(self, target: Target, drafter: RecurrentDrafter | None, draft_model: Target | None) -> Proposer:
         """The search (ValueError: see :class:`BeamProposer`)."""

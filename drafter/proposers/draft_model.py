@@ -37,6 +37,11 @@ class DraftModelDrafting(Drafting):
         """The chain and its root."""
         return 1 + self.num_speculative_tokens
 
+    @property
+    def tree(self) -> tuple[int, int, int]:
+        """A chain."""
+        return 1, self.num_speculative_tokens, self.tree_size
+
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
         """The given number of tokens."""
@@ -84,11 +89,11 @@ class DraftModelProposer(Proposer):
         self._cache = self._draft.new_cache(num_rows, num_slots)
 
     @torch.inference_mode()
-    def admit(self, row: int, prompt_ids: list[int]) -> None:
-        """Prefill the prompt up to the first root, in chunks."""
-        for start in range(0, len(prompt_ids) - 1, _PREFILL_CHUNK):
-            stop = min(start + _PREFILL_CHUNK, len(prompt_ids) - 1)
-            parts = torch.tensor([prompt_ids[start:stop]]), torch.tensor([start])
+    def admit(self, row: int, token_ids: list[int], num_known: int = 0) -> None:
+        """Prefill the tokens up to the root, in chunks."""
+        for start in range(num_known, len(token_ids) - 1, _PREFILL_CHUNK):
+            stop = min(start + _PREFILL_CHUNK, len(token_ids) - 1)
+            parts = torch.tensor([token_ids[start:stop]]), torch.tensor([start])
             self._forward(*to_device(self._draft.device, *parts), first_row=row, num_visible=stop)
 
     def move(self, source: int, destination: int) -> None:

@@ -4,6 +4,7 @@ Shapes: B rows · S cache slots · W matches, the beams of a lookup · L draft l
 longest match · N tree nodes.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -84,11 +85,17 @@ class LookupDrafting(Drafting):
     tree_size: int = within(24, low=1, high=1024)
     num_matches: int = within(8, low=1, high=256)  # that are followed; 1 drafts a chain
     lookup_length: int = within(10, low=1, high=64)  # tokens that one match proposes
+    least_probability: float = within(0.1, low=0.0)  # of a node, where a tree of fewer nodes costs less
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
         """The given size of the tree; as many matches as a drafter would have beams."""
         return cls(tree_size=config.tree_size or default["tree_size"], num_matches=default["beam_width"])
+
+    @property
+    def tree(self) -> tuple[int, int, int]:
+        """Matches, no step of a drafter, and N."""
+        return self.num_matches, 0, self.tree_size
 
     def build(self, target: Target, drafter: Any, draft_model: Any) -> Proposer:
         """The lookup, which needs no model."""
@@ -107,6 +114,7 @@ class LookupProposer(Proposer):
         self.num_matches = drafting.num_matches
         self.length = min(drafting.lookup_length, drafting.tree_size - 1)
         super().__init__((self.num_matches,) * self.length, drafting.tree_size)
+        self.least_score = math.log(drafting.least_probability) if drafting.least_probability else -math.inf
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 

@@ -7,7 +7,6 @@ V target vocabulary · X lengths of a match, 0 first.
 """
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,27 +50,22 @@ class NativeSearch:
     ) -> None:
         self._noise_weight = noise_weight
         self._drafter, self._width, self._length, self._depth = drafter, width, length, depth
-        config, cell = drafter.config, drafter.cell
-        parts: list[Any] = list(drafter.blocks)
-        blocks = [native.round_matrix(part.linear.weight, part.linear.bias) for part in parts]
-        downs = [native.round_matrix(part.down.weight) for part in parts if part.down is not None]
-        cell_matrix = native.round_matrix(torch.cat([cell.w.weight, cell.u.weight], dim=1), cell.u.bias)
-        head = native.round_matrix(drafter.head.weight) if config.head == "tied" else native.NO_MATRIX
-        rows = drafter.packed_rows()
+        config = drafter.config
+        cell, downs, blocks, head, rows = drafter.rounded()
         log_odds_X = log_odds_X.float().contiguous()
         own = getattr(target.runtime, "embedding_matrix", None)
         embedding_VD = target.embedding_weight_VD.float().contiguous() if own is None else None
         self._native = native.Drafter(
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
-            cell=cell_matrix, down=(native.Matrix * len(downs))(*downs) if downs else None,
+            cell=cell, down=(native.Matrix * len(downs))(*downs) if downs else None,
             blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=rows,
             token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
             copies=bool(log_odds_X.isfinite().any()),
             embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
             embedding_matrix=None if own is None else ctypes.pointer(own),
             embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
-        ).keep(cell_matrix, head, rows, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
+        ).keep(cell, head, rows, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
 
     def __call__(self, rows: RowState, noise: Noise | None) -> NodeList:
         """See :meth:`drafter.decoding.proposer.Proposer.draft`."""

@@ -84,6 +84,15 @@ class Drafting(Checked):
         """The proposer (ValueError: a model does not fit)."""
         raise NotImplementedError
 
+    @property
+    def tree(self) -> tuple[int, int, int] | None:
+        """W, L (0: copies from the text alone) and N; None: an engine takes the drafts as they are."""
+        return None
+
+    def sized(self, width: int, length: int, size: int) -> Self:
+        """The same with other sizes, among which an engine chooses."""
+        return self
+
     def describe(self) -> str:
         """Numbers and switches for people."""
         return f"N {self.tree_size}"

@@ -81,7 +81,7 @@ class Server:
             "owned_by": "drafter",
             "max_model_len": self.max_length,
             "max_num_seqs": engine.plan.max_num_seqs,
-            "speculation": engine.proposer.num_nodes > 1,
+            "speculation": engine.num_nodes > 1,
         }
 
     @contextlib.asynccontextmanager

@@ -42,7 +42,7 @@ def load_engine(options: ServeOptions) -> Engine:
     if engine.target.tokenizer is not None:
         engine.target.encode("")  # its fork would keep the pages of a cache that is there already
     length = min(most, engine.target.max_length)
-    engine.reserve(length + engine.proposer.num_nodes)
+    engine.reserve(length + engine.num_nodes)
     prompt = [0] * max(1, min(_WARM_UP_PROMPT, length - _WARM_UP.max_new_tokens))
     try:
         engine.generate([prompt], _WARM_UP)  # kernels are loaded before the first client

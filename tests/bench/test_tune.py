@@ -3,19 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from drafter.bench.settings import TuneOptions
-from drafter.bench.tune import Calibration, candidates, tune, tuned_table
+from drafter.bench.tune import Tour, candidates, tune, tuned_table
 from drafter.cli.main import main
-from drafter.decoding.params import SamplingParams
-from drafter.engine.engine import Engine
-from drafter.engine.request import Request
-from drafter.engine.settings import EngineConfig
-from drafter.engine.tuned import PLAIN, Tree, read_tuned
-from drafter.proposers.copying import SHARES
+from drafter.engine.tuned import COPIES, MANY_COPIES, PLAIN, Tree, read_tuned
 from drafter.runtimes.torch.runtime import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
 from tests.tiny_files import make_drafter, make_target
@@ -31,17 +27,16 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _scaled_steps(monkeypatch: pytest.MonkeyPatch, seconds_per_node: float) -> None:
     """Steps that take 10 ms and so much more for every node and row: a machine whose costs are known."""
-    step = Calibration._step
+    observe = Tour.observe
 
-    def timed(self: Calibration, tree: Tree, running: list[Request]) -> float:
-        step(self, tree, running)
-        return 0.01 + seconds_per_node * len(running) * tree.tree_size
+    def timed(self: Tour, num_accepted: Sequence[int], seconds: float, num_nodes: int) -> None:
+        observe(self, num_accepted, 0.01 + seconds_per_node * self._rows * self._tree.tree_size, num_nodes)
 
-    monkeypatch.setattr(Calibration, "_step", timed)
+    monkeypatch.setattr(Tour, "observe", timed)
 
 
 def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = prompts_for(6, seed=21)
+    prompts, tours = prompts_for(6, seed=21), list[Tour]()
     _scaled_steps(monkeypatch, 1e-7)
     cheap = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
     assert [plan.num_rows for plan in cheap.plans] == [1, 2]
@@ -50,6 +45,7 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
         assert best.tree.tree_size > 2 and best.tokens_per_step > 1.1
         assert best.step_seconds == pytest.approx(0.01 + 1e-7 * plan.num_rows * best.tree.tree_size)
     monkeypatch.undo()
+    monkeypatch.setattr("drafter.bench.tune.Tour", lambda trees: tours.append(Tour(trees)) or tours[-1])
     _scaled_steps(monkeypatch, 3e-2)
     monkeypatch.setattr(TorchRuntime, "traits", shared_target().traits._replace(number_format="stored"))
     dear = tune(shared_target(), trained_drafter(), prompts, SETTINGS)
@@ -57,39 +53,14 @@ def test_cheap_nodes_make_large_trees_and_dear_ones_none(monkeypatch: pytest.Mon
     assert all(plan.best().tree == PLAIN for plan in dear.plans)
     assert [each.dtype for each in (cheap, dear)] == ["float32", "stored"]
     assert tuned_table(dear).splitlines()[2].replace(" ", "").startswith("|1|1|-|-|1.00|")
-    calibration = Calibration(shared_target(), trained_drafter(), prompts, SETTINGS)
-    for num_rows in (1, 2):
-        calibration.measure(num_rows, 20)
-    assert {tree.tree_size for tree in calibration.seconds[1]} == {1, 2, 4, 8}
-    assert list(calibration.seconds[2]) == [PLAIN], "what cannot pay for one row is not measured for two"
-
-
-def test_tokens_per_step_are_those_of_whole_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of the candidates in turn find the acceptance of decoding with one tree, to the noise of so few steps.
-
-    Copies are off: the tiny model repeats itself, and the steps of all trees together come to the repetition sooner.
-    """
-    monkeypatch.setattr("drafter.proposers.beam.SHARES", (0.0,) * len(SHARES))
-    monkeypatch.setattr("drafter.bench.tune._NUM_ROUNDS", 60)
-    _scaled_steps(monkeypatch, 1e-7)
-    prompts = prompts_for(8, seed=5)
-    settings = TuneOptions(**MODELS, batch_sizes=(4,), tree_sizes=(4, 8), max_new_tokens=48, seconds=60)
-    calibration = Calibration(shared_target(), trained_drafter(), prompts, settings)
-    calibration.measure(4, 60)
-    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
-    _, *trees = calibration.seconds[4]
-    for tree in trees:
-        config = EngineConfig(**tree._asdict())
-        whole = Engine(shared_target(), trained_drafter(), config).generate(prompts, params)
-        decoded = sum(len(item.token_ids) for item in whole) / sum(item.num_target_forwards for item in whole)
-        assert calibration.measured(tree, 1.0).tokens_per_step == pytest.approx(decoded, rel=0.15)
-        assert len(calibration.seconds[4][tree]) == 60
+    assert {tree.tree_size for tree in tours[0].seconds[1]} == {1, 2, 4, 8, 16}
+    assert list(tours[0].seconds[2]) == [PLAIN], "what cannot pay for one row is not measured for two"
 
 
 def test_candidates_suit_the_device_and_the_drafter() -> None:
-    assert [tree.tree_size for tree in candidates(None, "cpu", 1000)] == [2, 4, 6, 8, 12, 16]
+    assert [tree.tree_size for tree in candidates(None, "cpu", 1000)] == [8, 16, 2, 4, 6, 8, 12, 16]
     assert candidates(None, "cuda", 1000)[-1] == Tree(16, 5, 64)
-    assert candidates((8, 8, 2), "cpu", 3) == [Tree(2, 1, 2), Tree(3, 3, 8)]
+    assert candidates((8, 8, 2), "cpu", 3) == [COPIES, MANY_COPIES, Tree(2, 1, 2), Tree(3, 3, 8)]
 
 
 def test_what_allows_no_measurement_is_refused() -> None:

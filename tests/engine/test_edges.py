@@ -62,7 +62,7 @@ def test_an_engine_that_cannot_fit_says_so_with_the_numbers(method: Method, monk
     target, draft_model = tiny_target(), tiny_target(1) if method == "draft-model" else None
     engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=3), draft_model=draft_model)
     models = [target] if draft_model is None else [target, draft_model]
-    need = sum(model.runtime.cache_bytes(3, 128) for model in models) + 3 * engine.proposer.num_nodes * VOCAB * 4
+    need = sum(model.runtime.cache_bytes(3, 128) for model in models) + 3 * engine.num_nodes * VOCAB * 4
     monkeypatch.setattr(runner, "available_bytes", lambda device: need - 1)
     with pytest.raises(ValueError, match=r"3 rows of 128 slots need .* GiB .* lower --max-num-seqs"):
         engine.reserve(100)

@@ -10,6 +10,7 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, assert_lossless, ids, plan_of, requests, tiny_target
@@ -192,7 +193,8 @@ def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
 
 
 def test_beyond_so_many_rows_steps_are_plain() -> None:
-    limited = new_engine(max_drafted_rows=1)
+    sizes = (RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(4, 3, 12, 2.0, 1.0))),)
+    limited = new_engine(sizes=sizes)
     together = limited.generate(KNOWN[:4], NO_EOS)  # equally long, so that none is ever alone
     assert [item.num_target_forwards for item in together] == [len(item.token_ids) for item in together]
     alone = limited.generate(KNOWN[:1], NO_EOS)[0]

@@ -13,6 +13,7 @@ from drafter.cli.decode import DecodeOptions
 from drafter.engine import settings
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
+from drafter.engine.tuned import COPIES, PLAIN, Tree
 from drafter.proposers.options import METHODS, Way
 from drafter.runtimes.base import Traits
 from drafter.runtimes.torch.runtime import TorchRuntime
@@ -36,10 +37,12 @@ def on(device: str, models: str, **given: Any) -> Plan:
 @pytest.mark.parametrize(
     ("device", "models", "given", "wanted"),
     [
-        # method: (W, L, N), rows above which decoding is plain
-        ("cpu", "", {}, ("lookup", None, 8, 2)),
-        ("cpu", "drafter", {}, ("drafter", (4, 3), 8, 8)),
-        ("cpu", "draft-model", {}, ("draft-model", None, 6, None)),
+        # method: (W, L, N); trees to try, or rows above which decoding is plain
+        ("cpu", "", {}, ("lookup", None, 8, [PLAIN, COPIES])),
+        ("cpu", "drafter", {}, ("drafter", (4, 3), 8, [PLAIN, COPIES, Tree(2, 2, 4)])),
+        ("cpu", "drafter", {"copying": False}, ("drafter", (4, 3), 8, [PLAIN, Tree(2, 2, 4)])),
+        ("cpu", "draft-model", {}, ("draft-model", None, 6, [PLAIN, COPIES, Tree(1, 5, 6)])),
+        ("cpu", "draft-model", {"num_speculative_tokens": 5}, ("draft-model", None, 6, None)),
         ("cuda", "", {}, ("none", None, 1, None)),
         ("cuda", "drafter", {}, ("drafter", (8, 4), 24, 10)),
         ("cuda", "drafter", {"max_num_seqs": 64}, ("drafter", (4, 3), 8, 32)),
@@ -49,14 +52,18 @@ def on(device: str, models: str, **given: Any) -> Plan:
         ("cpu", "drafter", {"tree_size": 3}, ("drafter", (4, 2), 3, None)),
         ("cpu", "drafter", {"beam_width": 2, "copying": False}, ("drafter", (2, 3), 7, None)),
         ("cpu", "drafter", {"method": "lookup", "tree_size": 5}, ("lookup", None, 5, None)),
-        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, 8)),
+        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, [PLAIN, COPIES, Tree(2, 2, 4)])),
     ],
 )
 def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
     plan = on(device, models, **given)
     drafting: Any = plan.drafting
     tree = (drafting.beam_width, drafting.draft_length) if plan.method == "drafter" else None
-    assert (plan.method, tree, drafting.tree_size, plan.max_drafted_rows) == wanted
+    limit = next((each.num_rows for each in plan.sizes), None)
+    wanted_trees = wanted[3] if isinstance(wanted[3], list) else []
+    assert (plan.method, tree, drafting.tree_size) == wanted[:3]
+    assert limit == (None if wanted_trees else wanted[3]) and set(wanted_trees) <= set(plan.tries)
+    assert bool(plan.tries) == bool(wanted_trees) and (COPIES in plan.tries) == (COPIES in wanted_trees)
     assert plan.dtype == ("float32" if device == "cpu" else "bfloat16") and plan.compile == (device == "cuda")
 
 
@@ -72,7 +79,8 @@ def test_few_cheap_tokens_refuse_no_tree_that_was_asked_for(monkeypatch: pytest.
         (
             "drafter",
             {"max_num_seqs": 2},
-            "drafter, W 4 L 3 N 8 or less, whatever is fastest while it runs: default for a CPU; " + UNMEASURED,
+            "drafter, W 4 L 3 N 8, a smaller tree, copies alone or plain, whatever is fastest while it runs: "
+            "default for a CPU; " + UNMEASURED,
         ),
         ("drafter", {"tree_size": 6}, "drafter, W 4 L 3 N 6: --tree-size as given, otherwise default for a CPU"),
         (
