@@ -7,6 +7,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from drafter.utils import VERSION as __version__
+
 if sys.platform == "win32":
     raise ImportError("drafter needs fcntl and resource, which Windows lacks: use Linux, or WSL on Windows")
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter as RecurrentDrafter
     from drafter.runtimes.loading import load_target as load_target
     from drafter.targets.target import Target as Target
-
-__version__ = "0.1.0"
 
 _HOME_OF = {
     "Engine": "drafter.engine.engine",

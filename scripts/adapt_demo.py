@@ -65,7 +65,7 @@ def order(chance: random.Random) -> list[dict[str, str]]:
 def requests() -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Requests without end: both streams in turn, and every fifth a general one."""
     chance = random.Random(7)
-    lines = Path("drafter/distill/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = Path("drafter/assets/prompts.jsonl").read_text(encoding="utf-8").splitlines()
     general = [json.loads(line)["prompt"] for line in lines]
     while True:
         for kind, make in (("translation", translation), ("json", order)) * 2:

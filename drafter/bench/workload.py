@@ -80,9 +80,8 @@ def read_prompt_set(name: str) -> Workload:
         FileNotFoundError: no such file.
         ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
-    from drafter.data.reading import read_records
+    from drafter.data.reading import BUILTIN_PROMPTS, read_records
     from drafter.data.traffic import read_traffic
-    from drafter.distill.prompts import BUILTIN_PROMPTS
 
     if name in HUB_SETS:
         return Workload(name, tuple(_hub_items(name)))

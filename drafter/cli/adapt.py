@@ -13,6 +13,7 @@ def adapt(options: AdaptOptions) -> int:
     import torch
 
     from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
+    from drafter.integrations.export import check_export, export
     from drafter.runtimes.loading import load_target
     from drafter.training.adapt import adapt as run
 
@@ -28,7 +29,7 @@ def adapt(options: AdaptOptions) -> int:
         load_target, options.target, device=options.device, revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    if run(options, load, load_drafter):
+    if run(options, load, load_drafter, check_export, export):
         print(f"the new drafter is in {options.out}")
         return 0
     print(

@@ -104,7 +104,8 @@ def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
 
 def _compare(server: "Endpoint", options: DistillOptions) -> None:
     """Say how the server differs from the target; ValueError if the server runs another model."""
-    from drafter.distill.prompts import BUILTIN_PROMPTS, select_prompts
+    from drafter.data.reading import BUILTIN_PROMPTS
+    from drafter.distill.prompts import select_prompts
     from drafter.distill.same_model import compare_models
 
     target = options.load(is_trainable=True)

@@ -103,9 +103,9 @@ def _packages_with(module: str) -> str:
 
 def _dispatch(words: list[str]) -> int:
     if words == ["--version"]:
-        from drafter import __version__
+        from drafter.utils import VERSION
 
-        print(__version__)
+        print(VERSION)
         return 0
     name = next((name for name in (" ".join(words[:2]), " ".join(words[:1])) if name in COMMANDS), None)
     if name is None:

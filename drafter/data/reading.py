@@ -20,6 +20,7 @@ from drafter.utils import parse
 from drafter.utils.io import first_line
 from drafter.utils.parse import parse_json, read_lines, read_objects
 
+BUILTIN_PROMPTS = Path(__file__).parent.parent / "assets" / "prompts.jsonl"  # about 100 short ones
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _JSON = (".json", ".json.gz")
 _KINDS = (*_JSONL, *_JSON, ".parquet", ".csv")

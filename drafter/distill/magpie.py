@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from drafter.data.encode import stop_token_ids
 from drafter.data.formats import ChatMessage
+from drafter.data.reading import BUILTIN_PROMPTS
 from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import open_journal
-from drafter.distill.prompts import BUILTIN_PROMPTS, derive_seed, select_prompts
+from drafter.distill.prompts import derive_seed, select_prompts
 from drafter.engine.engine import Engine
 from drafter.targets.chat import limited_map, render_chat, what_runs
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from drafter.engine.request import Request
     from drafter.utils.client import Reply
 
-BUILTIN_PROMPTS = Path(__file__).with_name("prompts.jsonl")  # about 100 short ones
 EXCLUDED = "prompts left out: on the excluded list"
 _OVERLAP_WORDS = 13  # two texts that share a run of this many words count as the same material
 

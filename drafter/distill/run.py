@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from drafter.data.reading import BUILTIN_PROMPTS
 from drafter.distill.journal import Journal, open_journal
 from drafter.distill.magpie import invent_prompts
 from drafter.distill.prompts import (
-    BUILTIN_PROMPTS,
     AnswerSettings,
     AnswerStream,
     WantedAnswer,

@@ -23,7 +23,6 @@ import torch
 
 from drafter.data.rows import prompt_digest
 from drafter.data.traffic import TrafficRow, read_traffic
-from drafter.integrations.export import check_export, export
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
@@ -60,12 +59,15 @@ def adapt(
     options: AdaptOptions,
     load_target: Callable[[], Target],
     load_drafter: Callable[[str, Target], RecurrentDrafter],
+    check_export: Callable[[Path], object],
+    export: Callable[..., object],
 ) -> bool:
     """Train a drafter on the traffic, measure both on prompts that no training saw, and write ``out`` if it gained.
 
     Args:
         options: of the command; ``drafter`` is a folder.
         load_target, load_drafter: load the target and a drafter for decoding.
+        check_export, export: refuse a folder, write a drafter (:mod:`drafter.integrations.export`).
 
     Returns:
         Whether ``out`` was written.

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from drafter import __version__
+from drafter.utils import VERSION
 from drafter.utils.io import hidden_folder, is_stream, write_atomic
 from drafter.utils.parse import read_json
 
@@ -30,7 +30,7 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
 
     `settings`: further values, such as figures measured during the run. No command with a record takes a secret.
     """
-    versions = {"python": platform.python_version(), "drafter": __version__}
+    versions = {"python": platform.python_version(), "drafter": VERSION}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)

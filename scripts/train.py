@@ -1,5 +1,0 @@
-import sys
-
-from drafter.cli.main import main
-
-sys.exit(main(["train", *sys.argv[1:]]))
