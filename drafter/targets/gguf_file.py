@@ -4,15 +4,18 @@ The folder spares later starts the de-quantising by transformers, and gives othe
 keeps what the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 16-bit scales.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafter.targets.gguf_config import config_of_gguf, correct
 
 
 def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
@@ -27,7 +30,11 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     try:
         reader = GGUFReader(file)
         _check_layers(reader)
-        found = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        found = config_of_gguf(partial(_value, reader), tensors) or AutoConfig.from_pretrained(
+            file.parent, gguf_file=file.name
+        )
+        correct(found, _value(reader, "general.architecture"))
         _check_size(reader, found)
         refusal = _rotate(found, reader)
         model = _load_model(file) if has_weights and not refusal else None
@@ -145,7 +152,8 @@ def _load_model(file: Path) -> Any:
 
 def _load_tokenizer(file: Path, reader: Any, max_length: int) -> Any:
     """The tokenizer of `file` with its chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # Not by AutoTokenizer, which asks for a configuration that transformers reads.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.model_max_length = max_length
     if _value(reader, "tokenizer.ggml.pre") == "smollm":
         # The file names its pre-tokenizer, transformers does not read the name: "smollm" stands for single digits

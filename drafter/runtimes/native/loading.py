@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_samp
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
 
+_log = logging.getLogger(__name__)
 _CHECKED_LAYERS = 2  # at least; as many as it takes to see every kind of layer once
 _MOST_CHECKED = 8
 _TOLERANCE = 2e-3
@@ -72,6 +74,7 @@ def load_native(spec: Spec) -> Target:
     except ValueError as error:
         raise ValueError(f"--target {spec.name!r} cannot be loaded: {error}") from error
     _check(runtime, config)
+    config = _limited(config, spec.name)
     index = sample_index(runtime.vocab_size * runtime.hidden_size)
     generation = folder / "generation_config.json"
     return Target(
@@ -79,6 +82,19 @@ def load_native(spec: Spec) -> Target:
         fingerprint=fingerprint_of_sample(entries(output, index), ends), quantization=spec.quantization,
         generation_config=SimpleNamespace(**read_json_object(generation)) if generation.is_file() else None,
     )  # fmt: skip
+
+
+def _limited(config: Any, name: str) -> Any:
+    """The configuration with the context for which one table of rotations holds."""
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") != "longrope" or config.max_position_embeddings <= (
+        most := rope["original_max_position_embeddings"]
+    ):
+        return config
+    _log.warning("target %r takes texts of at most %d tokens here; --runtime torch takes longer ones", name, most)
+    limited = copy.deepcopy(config)
+    limited.max_position_embeddings = most
+    return limited
 
 
 def _open(files: Sequence[Path], gguf: Path | None, config: Any) -> tuple[dict[str, Stored], Ends]:

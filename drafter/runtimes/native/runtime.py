@@ -30,7 +30,8 @@ _CHUNK = 256  # tokens of a row whose activations are counted, as an engine's pr
 # Nodes that pay for one row, by instructions: more cost arithmetic (docs/performance.md).
 _CHEAP_TOKENS = {"avx512-vnni": 4, "avx-vnni": 4}
 _IGNORED = ("rotary_emb.inv_freq",)
-_ROTATIONS = ("default", "linear", "llama3", "yarn")  # tables that do not depend on the length of a text
+# Tables that do not depend on the length of a text; of longrope those of texts up to the original length.
+_ROTATIONS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def _padded(number: int) -> int:

@@ -248,6 +248,7 @@ def _read_gguf(memory: np.ndarray) -> GGUF:
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAMES = {
     "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -259,13 +260,19 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-_FOUR_NORMS = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_FOUR_NORMS = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+# Architecture -> names of its own.
+ARCHITECTURES: dict[str, Mapping[str, str]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma", "granite", "smollm3"), {}),
+    **dict.fromkeys(("gemma2", "gemma3"), _FOUR_NORMS),
+    "olmo2": _AFTER,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")  # whose configuration transformers reads from the file
-_IGNORED = "rope_freqs.weight"  # a scaled rotation, which the configuration has
+_NEIGHBOURS = ("llama", "granite", "smollm3")  # where rows that rotate together are neighbours in the file
+# Scaled rotations, which the configuration has.
+_IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def tensors_of_gguf(file: GGUF, num_heads: int, num_key_heads: int) -> dict[str, Stored]:
@@ -274,18 +281,18 @@ def tensors_of_gguf(file: GGUF, num_heads: int, num_key_heads: int) -> dict[str,
     Those without a name there keep the file's, so that whoever has no place for one says so.
     """
     kind = file.scalars.get("general.architecture")
-    names = _NAMES | (_FOUR_NORMS if kind in ("gemma2", "gemma3") else {})
+    names = {**_NAMES, **ARCHITECTURES.get(str(kind), {})}
     found: dict[str, Stored] = {}
     for name, stored in file.tensors.items():
         layer = re.fullmatch(r"blk\.([0-9]+)\.(.+)\.(weight|bias)", name)
         _, part, end = layer.groups() if layer else ("", *name.rpartition(".")[::2])
         to = names.get(part) if layer else _ENDS.get(part)
         heads = {"attn_q": num_heads, "attn_k": num_key_heads}.get(part)
-        if kind == "llama" and heads and stored.kind in _BLOCKS and not stored.shape[0] % (2 * heads):
-            # Rows that rotate together are neighbours in the file, and half a head apart in transformers.
+        if kind in _NEIGHBOURS and heads and stored.kind in _BLOCKS and not stored.shape[0] % (2 * heads):
+            # Half a head apart in transformers.
             order = np.arange(stored.shape[0]).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
             stored = stored._replace(order=order)
-        if name != _IGNORED:
+        if name not in _IGNORED:
             found[name if to is None else f"{f'model.layers.{layer[1]}.' if layer else ''}{to}.{end}"] = stored
     return found
 

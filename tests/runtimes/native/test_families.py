@@ -19,6 +19,7 @@ from drafter.runtimes.base import Slots
 from drafter.runtimes.loading import load_target, wrap_model
 from drafter.runtimes.native import family
 from drafter.targets.target import Target
+from tests.runtimes.native.gguf_models import write_model
 from tests.targets.zoo import TARGETS, VOCAB, build, generated, prompts_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
@@ -72,6 +73,41 @@ def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -
             engine = Engine(target, config=EngineConfig(method=method, max_num_seqs=max_num_seqs, prefill_chunk=4))
             answers = engine.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
             assert [answer.token_ids for answer in answers] == generated(model, prompts, 12), (method, max_num_seqs)
+
+
+LONG: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 5.0, 9.0, 20.0], "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
+GLOBAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+GLOBAL["full_attention"] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+SIX = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+FOUR = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 1, 0]}
+FROM_GGUF = [
+    *(pytest.param(kind, {}, id=kind) for kind in FAMILIES if kind not in ("Mistral", "SmolLM3", "Gemma3Text")),
+    pytest.param("Mistral", {"sliding_window": None}, id="Mistral"),
+    pytest.param("SmolLM3", FOUR, id="SmolLM3"),
+    pytest.param("Gemma3Text", SIX, id="Gemma3Text"),
+    pytest.param("Gemma3Text", SIX | {"rope_parameters": GLOBAL}, id="Gemma 3 with scaled global layers"),
+    pytest.param("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}, id="Phi 3 with longrope"),
+    pytest.param("Llama", {"tie_word_embeddings": True}, id="tied"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), FROM_GGUF)
+@torch.no_grad()
+def test_gguf_files_of_every_family_have_the_logits_of_transformers(
+    kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    model = saved(kind, tmp_path, **changes)
+    file = write_model(model, kind, tmp_path / "model.gguf")
+    target = load_target(str(file), device="cpu", runtime="native", dtype="float32")
+    token_BT = torch.tensor(prompts_of(20))
+    found = target.logits(target.forward(token_BT).hidden_BTD)
+    torch.testing.assert_close(found, model(token_BT).logits, rtol=1e-3, atol=1e-3)
+    assert target.max_length == (64 if "original_max_position_embeddings" in changes else 128)
 
 
 def step(target: Target, cache: Any, token_T: Tensor, start: int, ancestor: Tensor | None, row: int = 0) -> Tensor:
