@@ -1,7 +1,7 @@
 """`drafter distill`: the target answers prompts, as training data for its drafter."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -34,6 +34,9 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
             with --target, a few greedy answers of the server are compared with the target first
         model: name of the target on that server; the key is read from OPENAI_API_KEY
         concurrency: requests at the same time
+        states: folder for the hidden states that answering computes, which `drafter train --data.cache_hidden_states`
+            then reads instead of running the target
+        context_layers: layers whose states are kept too, for a drafter that reads these
         max_num_seqs: prompts that are answered at the same time
     """
 
@@ -44,7 +47,7 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
     rare: ClassVar = (
         "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width", "draft_length", "tree_size",
         "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching", "prefill_chunk",
-        "ray_workers", "ray_gpus", "ray_cpus",
+        "ray_workers", "ray_gpus", "ray_cpus", "context_layers",
     )  # fmt: skip
     kept: ClassVar = "finished answers are in --out; the same command goes on"
     prompts: str | None = None
@@ -54,6 +57,8 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
     endpoint: str | None = None
     model: str | None = None
     concurrency: int = within(16, low=1)
+    states: Path | None = None
+    context_layers: tuple[int, ...] = within((), low=0)
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64
 
@@ -63,6 +68,8 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
             raise ValueError("no model answers: give --target, or --endpoint with --model")
         if self.endpoint is not None and (self.drafter is not None or self.ray is not None):
             raise ValueError(f"--endpoint {self.endpoint}: the server answers, so leave --drafter and --ray out")
+        if self.states is not None and (self.endpoint or self.ray) is not None:
+            raise ValueError(f"--states {self.states} needs answers of this machine: leave --endpoint and --ray out")
 
 
 def distill(options: DistillOptions) -> None:
@@ -94,12 +101,18 @@ def distill(options: DistillOptions) -> None:
 
 def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     """An engine with its own models, as each worker of a cluster has one."""
+    from drafter.data.hidden_states import StatesOfAnswers
     from drafter.distill.run import EngineAnswerer
     from drafter.engine.engine import Engine
+    from drafter.engine.settings import resolve
 
-    engine = Engine.of(options)
-    print(f"drafting: {engine.plan.reason}", file=sys.stderr)
-    return EngineAnswerer(engine)
+    models, layers = options.load_models(), options.context_layers
+    plan, states = resolve(options, *models), None
+    if options.states is not None:
+        plan = replace(plan, kept_layers=layers)
+        states = StatesOfAnswers(options.states.expanduser(), models.target, layers)
+    print(f"drafting: {plan.reason}", file=sys.stderr)
+    return EngineAnswerer(Engine(models.target, models.drafter, plan, draft_model=models.draft_model), states)
 
 
 def _compare(server: "Endpoint", options: DistillOptions) -> None:

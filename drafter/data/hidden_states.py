@@ -11,17 +11,20 @@ so names and order do not matter. While a file is being written, its writer hold
 with ``.lock`` behind.
 
 Of the cache: bfloat16 states behind the final norm, from shortly before the first token that is trained on, as no
-drafter starts earlier. A hash of the row and of everything that the states depend on is the file's name. So an
-interrupted run continues, and several data sets, targets and drafters share a folder.
+drafter starts earlier. A hash of the row and of everything that the states depend on is the file's name, with the first
+stored position behind. So an interrupted run continues, and several data sets, targets and drafters share a folder.
+`drafter distill --states` writes the same files while it answers.
 
 Shapes: X rows · B rows of a batch · T tokens · A stored layers · D hidden size · C context size.
 """
 
 import hashlib
 import math
+import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +45,7 @@ from drafter.utils.io import first_line, locked
 FLAG = "--data.hidden_states"
 _STATES, _TOKENS, _SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 _SPARE_BYTES = 4096  # of a file of the cache: its header, and the rest of its last block on the disk
+_MARGIN = 17  # positions before an answer that answering keeps: enough for a drafter that unrolls 16 tokens
 _VERSION = 4  # raise the number when the content of the cache's files changes
 # States of a quantised copy of the target differ by some hundredths, states of another model by about 1.
 _MOST_DIFFERENT = 0.25
@@ -55,11 +59,12 @@ class RowsWithStates(TokenRows):
         files: the file of each row.
         dtype: the target's dtype.
         has_context: the layers in front of the last one are the drafter's context.
-        norm: the target's final norm, for files of another engine, which hold whole texts; None: files of the cache,
-            which begin where the rows begin.
+        norm: the target's final norm, for files of another engine; None: files of the cache.
+        first_X: the first stored position of each row's file.
     """
 
     files: list[Path]
+    first_X: list[int]
     dtype: torch.dtype
     has_context: bool
     norm: nn.Module | None = None
@@ -80,7 +85,7 @@ class RowsWithStates(TokenRows):
             ValueError: the file is damaged, or was changed since it was chosen.
         """
         path, token_T = self.files[index], self.row(index).token_T
-        start = 0 if self.norm is None or self.start_X is None else int(self.start_X[index])
+        start = (0 if self.start_X is None else int(self.start_X[index])) - self.first_X[index]
         span = slice(start, start + len(token_T))
         with _open(path) as file:
             stored_T, state_TAD = file.get_slice(_TOKENS)[span], file.get_slice(_STATES)[span]
@@ -130,20 +135,24 @@ def cache_states(
     from tqdm import tqdm
 
     folder = Path(folder).expanduser()
-    start_X = first_kept(rows, margin)
-    starts = start_X.tolist()
-    key = repr((target.fingerprint, target.traits.number_format, target.hidden_size, tuple(context_layers), _VERSION))
-    # A state depends on all text before its position, so the hash is of the whole row.
-    names = [_digest(rows.row(index).token_T, f"{start} {key}") for index, start in enumerate(starts)]
-    files = [folder / f"{name.hex()}.safetensors" for name in names]
+    start_X, key = first_kept(rows, margin), _key(target, context_layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lock").touch()
     with locked(folder / ".lock", seconds=math.inf):
+        stored = defaultdict[str, list[int]](list)
+        for path in folder.glob("*-*.safetensors"):
+            name, _, first = path.stem.partition("-")
+            stored[name] += [int(first)] if first.isdecimal() else []
+        names = [_digest(rows.row(index).token_T, key).hex() for index in range(len(rows))]
+        starts = [
+            max((first for first in stored[name] if first <= start), default=start)
+            for name, start in zip(names, start_X.tolist(), strict=True)
+        ]
+        files = [folder / f"{name}-{start}.safetensors" for name, start in zip(names, starts, strict=True)]
         missing = list({file: index for index, file in enumerate(files) if not file.is_file()}.values())
         if missing:
-            num_positions = int((rows.length_X - start_X)[missing].sum())
-            num_bytes = num_positions * 2 * target.hidden_size * (1 + len(context_layers))
-            _check_room(folder, num_positions, num_bytes + len(missing) * _SPARE_BYTES)
+            positions = (rows.length_X - start_X)[missing].tolist()
+            _check_room(folder, target, 1 + len(context_layers), positions, is_most=False)
         length_X = rows.length_X[missing]
         options: dict[str, Any] = {"desc": "hidden states", "unit": "token", "unit_scale": True, "disable": None}
         with tqdm(total=int(length_X.sum()), **options) as bar:
@@ -157,24 +166,55 @@ def cache_states(
                 state_BTAD = state_BTD.unflatten(-1, (-1, target.hidden_size))
                 for state_TAD, index, token_T in zip(state_BTAD, indices, tokens, strict=True):
                     kept = slice(starts[index], len(token_T))
-                    new = files[index].with_suffix(".tmp")  # whole, or not there; nobody else writes
-                    save_file({_STATES: state_TAD[kept].contiguous(), _TOKENS: token_T[kept].contiguous()}, new)
-                    new.replace(files[index])
+                    _write(files[index], state_TAD[kept], token_T[kept])
                 bar.update(sum(map(len, tokens)))
     return RowsWithStates(
-        rows.dataset, start_X, rows.everything, files=files, dtype=target.dtype, has_context=bool(context_layers)
-    )
+        rows.dataset, start_X, rows.everything, files=files, first_X=starts, dtype=target.dtype,
+        has_context=bool(context_layers),
+    )  # fmt: skip
 
 
-def _check_room(folder: Path, num_positions: int, needed: int) -> None:
+@dataclass(frozen=True)
+class StatesOfAnswers:
+    """A folder of the cache that is filled while ``target`` answers: training then runs no forward of the target."""
+
+    folder: Path
+    target: Target
+    context_layers: tuple[int, ...] = ()
+
+    def say_size(self, num_answers: int, longest: int) -> None:
+        """Print how large the states of answers of at most ``longest`` tokens may become, and how much room is free."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        positions = [longest + _MARGIN] * num_answers
+        _check_room(self.folder, self.target, 1 + len(self.context_layers), positions, is_most=True)
+
+    def write(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], states: Callable[[int], Tensor]) -> None:
+        """Store ``states(start)``: from position ``start`` to the token before the last one, which predicts nothing."""
+        token_T, start = torch.tensor([*prompt_ids, *answer_ids]), max(0, len(prompt_ids) - _MARGIN)
+        name = _digest(token_T, _key(self.target, self.context_layers)).hex()
+        _write(self.folder / f"{name}-{start}.safetensors", states(start), token_T[start:-1])
+
+
+def _key(target: Target, context_layers: Sequence[int]) -> str:
+    """Everything that a text's states depend on."""
+    return repr((target.fingerprint, target.traits.number_format, target.hidden_size, tuple(context_layers), _VERSION))
+
+
+def _write(path: Path, state_TAD: Tensor, token_T: Tensor) -> None:
+    new = path.with_suffix(f".{os.getpid()}.tmp")  # whole, or not there
+    save_file({_STATES: state_TAD.contiguous(), _TOKENS: token_T.contiguous()}, new)
+    new.replace(path)
+
+
+def _check_room(folder: Path, target: Target, num_layers: int, positions: Sequence[int], *, is_most: bool) -> None:
+    """Say how large files of so many positions each are; OSError where they do not fit, unless ``is_most`` of them."""
+    needed = sum(positions) * 2 * target.hidden_size * num_layers + len(positions) * _SPARE_BYTES
     free = shutil.disk_usage(folder).free
     size = f"{needed / 1e9:.2f} GB in {folder} ({free / 1e9:.2f} GB free)"
-    print(f"hidden states of {num_positions:,} positions: {size}", file=sys.stderr)
-    if free < needed:
-        raise OSError(
-            f"the hidden states need {size}: make room, name a folder on another disk, or train without "
-            "--data.cache_hidden_states"
-        )
+    said = f"hidden states of {'at most ' if is_most else ''}{sum(positions):,} positions: {size}"
+    print(said, file=sys.stderr)
+    if free < needed and not is_most:
+        raise OSError(f"{said}: make room, name a folder on another disk, or train without --data.cache_hidden_states")
 
 
 # -- files of another engine ---------------------------------------------------------------------------------------
@@ -211,7 +251,7 @@ def open_stored_states(
             )
         found[name] = RowsWithStates(
             rows.dataset, first_kept(rows, margin), rows.everything, files=[path for path in paths if path is not None],
-            dtype=target.dtype, has_context=bool(context_layers), norm=target.final_norm(),
+            first_X=[0] * len(paths), dtype=target.dtype, has_context=bool(context_layers), norm=target.final_norm(),
         )  # fmt: skip
         _check_model(found[name], rows, target, context_layers)
     return found

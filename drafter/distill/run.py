@@ -5,15 +5,18 @@ of an uninterrupted run, because a seed depends on the prompt's id and the answe
 """
 
 import hashlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from drafter.data.hidden_states import StatesOfAnswers
 from drafter.data.reading import BUILTIN_PROMPTS
 from drafter.distill.journal import Journal, open_journal
 from drafter.distill.magpie import invent_prompts
@@ -29,6 +32,7 @@ from drafter.engine.engine import Engine
 from drafter.targets.chat import Chat
 
 MAGPIE = "magpie"
+_FIRST_ROWS = 8  # answers that are made alone at first, so that the first rows come soon
 NO_ANSWER = "prompts without an answer: refused by the server, or too long for the context"
 
 
@@ -73,9 +77,13 @@ class Answerer(Protocol):
 
 @dataclass
 class EngineAnswerer:
-    """Answers by an engine of this process; a drafter makes the same answers faster."""
+    """Answers by an engine of this process; a drafter makes the same answers faster.
+
+    ``states``: keeps the hidden states of the answers, of an engine that keeps these layers.
+    """
 
     engine: Engine
+    states: StatesOfAnswers | None = None
 
     def __post_init__(self) -> None:
         target = self.engine.target
@@ -92,16 +100,32 @@ class EngineAnswerer:
         """See :class:`Answerer`. The shortest prompts come first: rows of a step are alike."""
         target = self.engine.target
         texts = target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
+        if self.states is not None and wanted:
+            self.states.say_size(len(wanted), wanted[0].params.max_new_tokens)
         fitting = []
         for item, ids in sorted(zip(wanted, texts, strict=True), key=lambda pair: len(pair[1])):
             if len(ids) + item.params.max_new_tokens <= target.max_length:
                 fitting.append((item, ids))
             else:
                 yield None
-        for event in self.engine.stream([ids for _, ids in fitting], [item.params for item, _ in fitting]):
-            if (done := event.completion) is not None:
-                item, _ = fitting[event.index]
-                yield row_of(item, done)
+        for part in fitting[:_FIRST_ROWS], fitting[_FIRST_ROWS:]:
+            yield from self._answer(part)
+
+    def _answer(self, asked: Sequence[tuple[WantedAnswer, list[int]]]) -> AnswerStream:
+        unfinished = Counter[int]()
+        try:
+            for event in self.engine.stream([ids for _, ids in asked], [item.params for item, _ in asked]):
+                unfinished[event.index] += len(event.token_ids)
+                if (done := event.completion) is not None:
+                    item, ids = asked[event.index]
+                    if self.states is not None:  # before the row: who finds the row finds its states
+                        self.states.write(ids, done.token_ids, partial(self.engine.states, done))
+                    del unfinished[event.index]
+                    yield row_of(item, done)
+        finally:
+            if unfinished:
+                lost = f"{len(unfinished):,} unfinished answers with {unfinished.total():,} tokens are lost"
+                print(f"{lost}; a lower --max-num-seqs loses fewer", file=sys.stderr)
 
 
 def distill(

@@ -2,9 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import chain, count
 from typing import Any
+
+from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
@@ -12,6 +14,7 @@ from drafter.engine.request import Prompt, Request, RequestOptions, StreamEvent,
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
+from drafter.engine.states import CacheWithStates
 from drafter.engine.tuned import PLAIN, Sizer, Tree
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.lookup import LookupDrafting
@@ -123,7 +126,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raw: bool = False,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Answer prompts; yields the new tokens after every step. Arguments and errors as of :meth:`generate`."""
         if not prompts:
             return
@@ -190,7 +193,8 @@ class Engine:
         proposer.reserve(0, 0)
         check_fit(self._models, plan.max_num_seqs, num_slots, self.num_nodes)
         if plan.compile:
-            for model, layers in zip(self._models, (proposer.context_layers, ()), strict=False):
+            layers_read = tuple(dict.fromkeys((*proposer.context_layers, *(plan.kept_layers or ()))))
+            for model, layers in zip(self._models, (layers_read, ()), strict=False):
                 if model.traits.is_compilable:
                     model.runtime.compile_layers(layers)
         self._runner = Runner(self.target, plan, num_slots, proposer.context_layers)
@@ -294,6 +298,15 @@ class Engine:
             self._runner.warm_up([proposer, *by_tree.values()])
         self.drafter, self.proposer, self._by_tree = drafter, proposer, by_tree
         self.forget()
+
+    def states(self, request: Request, start: int = 0) -> Tensor:
+        """The hidden states that answering computed, where the plan has ``kept_layers``: bfloat16 [T, layers + 1, D].
+
+        They begin with position ``start`` and end with the token before the last one, whose state nobody computed. To
+        be called before the step after the request's last one.
+        """
+        assert self._runner is not None and isinstance(self._runner.cache, CacheWithStates)
+        return self._runner.cache.states(request.row, start, request.num_committed)
 
     def drop(self, keep: int = 0) -> list[Request]:
         """After a step that raised: abort running requests, the latest first, until ``keep`` are left.

@@ -25,7 +25,8 @@ from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
-from drafter.targets.slots import Slots
+from drafter.engine.states import CacheWithStates
+from drafter.targets.slots import Slots, TargetOutput
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
@@ -48,7 +49,7 @@ class Runner:
 
     Args:
         target: the frozen model.
-        plan: its number of rows, and whether steps become CUDA graphs.
+        plan: its number of rows, kept states, and whether steps become CUDA graphs.
         num_slots: slots of a row; a row needs slots for its greatest length plus N.
         context_layers: layers of the target that the drafter reads; empty: the final hidden state.
     """
@@ -62,6 +63,8 @@ class Runner:
         self._context_layers = context_layers
         device = target.device
         self.cache = target.new_cache(num_rows, num_slots)
+        if plan.kept_layers is not None:
+            self.cache = CacheWithStates(target, self.cache, plan.kept_layers)
         # Numbers and tokens of each row lie side by side, so that a request starts with one copy. One token more than
         # slots, because the last root follows the last committed token.
         self._state_BX = torch.zeros(num_rows, 4 + num_slots + 1, dtype=torch.int64, device=device)
@@ -125,12 +128,17 @@ class Runner:
         )
         num_visible = self.visible_slots(max(chunk.start for chunk in chunks) + width)
         slots = Slots(slot_BT, position_BT, None, first, num_visible)
-        output = self.target.forward(token_BT, slots, self.cache, self._context_layers)
+        output = self._forward(token_BT, slots)
         span = slice(first, first + len(chunks))
         context_BTC = output.context_BTC
         last_B11 = last_B[:, None, None].expand(-1, 1, context_BTC.shape[2])
         self._context_BC[span] = context_BTC.gather(1, last_B11)[:, 0]
         self._length_B[span] = stop_B
+
+    def _forward(self, token_BT: Tensor, slots: Slots) -> TargetOutput:
+        if isinstance(self.cache, CacheWithStates):
+            return self.cache.forward(token_BT, slots, self._context_layers)
+        return self.target.forward(token_BT, slots, self.cache, self._context_layers)
 
     @torch.inference_mode()
     def step(
@@ -310,7 +318,7 @@ class Runner:
         # Nodes past the end of the context only fill the shape; no token past the end is kept.
         position_BN = (length_B1 + depth_BN).clamp_max(self.target.max_length - 1)
         slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
-        output = self.target.forward(token_BN, slots, self.cache, self._context_layers)
+        output = self._forward(token_BN, slots)
         logits_BNV = ruled_BNV = self.target.logits(output.hidden_BTD)
         if self._rule_names:
             ruled_BNV = ruled_BNV.clone() if keeps_logits else ruled_BNV

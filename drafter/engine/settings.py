@@ -133,6 +133,7 @@ class Plan(Checked):
         sizes: table of step times that the steps' trees follow; empty, as is ``tries``: all are as ``drafting`` says.
         tries: trees that are measured while the engine decodes, each with the tokens per step of usual drafts.
         tuned: file that ``sizes`` come from.
+        kept_layers: layers whose hidden states are kept for :meth:`Engine.states`, with the final ones; None: none.
         dtype: number format of the step.
         reason: one line for people: method, tree, and the origin of both.
     """
@@ -146,6 +147,7 @@ class Plan(Checked):
     sizes: "tuple[RowPlan, ...]" = ()
     tries: "Mapping[Tree, float]" = field(default_factory=dict)
     tuned: str | None = None
+    kept_layers: tuple[int, ...] | None = None
     dtype: str = "float32"
     reason: str = ""
 
@@ -163,7 +165,8 @@ class Plan(Checked):
 
     def record(self) -> dict[str, Any]:
         """All settings by name, for records of runs."""
-        own = {name: value for name, value in vars(self).items() if name not in ("drafting", "sizes", "tries")}
+        left_out = "drafting", "sizes", "tries", "kept_layers"
+        own = {name: value for name, value in vars(self).items() if name not in left_out}
         return {"method": self.method, "tree_size": self.drafting.tree_size, **vars(self.drafting), **own}
 
 

@@ -72,7 +72,7 @@ def test_states_are_those_of_a_forward(
 
 
 def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an interrupted cache and of added rows. Other targets, layers and margins have files of their own."""
+    """Of an interrupted cache and of added rows. Other targets, layers and longer margins have files of their own."""
     rows, folder = rows_of(), tmp_path / "cache"
     forward, calls = target.forward, []
     monkeypatch.setattr(target, "forward", lambda *args, **more: calls.append(len(args[0])) or forward(*args, **more))
@@ -86,12 +86,14 @@ def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkey
     again = cached(folder, rows, target)
     assert sum(calls) == 8
     assert all(torch.equal(first.states(row)[0], again.states(row)[0]) for row in range(7))
-    for number, options in enumerate(({"margin": 1}, {"context_layers": (1,)}, {"context_layers": (1, 2)}), start=1):
+    early = cached(folder, rows, target, margin=1)  # the files hold these positions, and two more
+    assert sum(calls) == 8 and all(torch.equal(first.states(row)[0][2:], early.states(row)[0]) for row in (5, 6))
+    for number, options in enumerate(({"context_layers": (1,)}, {"context_layers": (1, 2)}), start=1):
         cached(folder, rows, target, **options)
         assert sum(calls) == 8 + 7 * number
     monkeypatch.setattr(target, "fingerprint", "00")
     cached(folder, rows, target)
-    assert sum(calls) == 8 + 7 * 4
+    assert sum(calls) == 8 + 7 * 3
 
 
 def test_the_size_is_told_and_a_full_disk_refused_before_anything_is_written(

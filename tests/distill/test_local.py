@@ -1,20 +1,26 @@
 """Distillation through the real engine over a tiny random target: resumable, the same whatever the batch."""
 
+import itertools
 import json
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from drafter.data.encode import RowEncoder, encode_files
 from drafter.data.formats import read_rows
+from drafter.data.hidden_states import StatesOfAnswers, cache_states
 from drafter.decoding.params import SamplingParams
-from drafter.distill.prompts import AnswerSettings
+from drafter.distill.journal import Journal
+from drafter.distill.prompts import AnswerSettings, row_of
 from drafter.distill.run import NO_ANSWER, DistillReport, EngineAnswerer, distill
 from drafter.engine.engine import Engine
-from drafter.engine.settings import EngineConfig
-from drafter.runtimes.loading import wrap_model
-from tests.data.tiny import chat, tiny_target, write_jsonl
+from drafter.engine.settings import EngineConfig, resolve
+from drafter.kernels import native
+from drafter.runtimes.loading import load_target, wrap_model
+from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
 
 QUESTIONS = ["Why?", "What is the and the?", "Tell me more and more and more of it.", "a", "the end"]
 
@@ -96,6 +102,51 @@ def test_neither_batches_nor_interruptions_change_sampled_answers(target, prompt
         assert rows_of(tmp_path / "b.jsonl") == first and report.num_done_before == whole[:cut].count(b"\n")
     run(target, prompts, tmp_path / "c.jsonl", **{**options, "seed": 4})
     assert rows_of(tmp_path / "c.jsonl") != first
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native step was not built")
+@pytest.mark.parametrize("layers", [(), (0, 1)])
+def test_kept_states_are_those_of_a_forward(layers, prompts: str, tmp_path: Path, monkeypatch) -> None:
+    """Of prompts that share prefixes and answers that take drafts. Training computes a missing file and no other."""
+    target = load_target(save_target(tiny_target(initializer_range=0.3), tmp_path / "target"), device="cpu")
+    config = EngineConfig(method="lookup", tree_size=4, enable_prefix_caching=True, max_num_seqs=3)
+    plan = replace(resolve(config, target), kept_layers=layers)
+    answerer = EngineAnswerer(Engine(target, None, plan), StatesOfAnswers(tmp_path / "kept", target, layers))
+    accepted = []
+    monkeypatch.setattr("drafter.distill.run.row_of", lambda *a: accepted.append(sum(a[1].num_accepted)) or row_of(*a))
+    settings = AnswerSettings(max_new_tokens=40, temperature=(0.0, 1.0), num_answers=2)
+    distill(answerer, prompts, tmp_path / "out.jsonl", settings)
+    assert sum(accepted) > 9
+    rows, _ = encode_files([str(tmp_path / "out.jsonl")], RowEncoder(target.tokenizer, vocab_size=target.vocab_size))
+    states = {}
+    for name, margin in (("fresh", 9), ("kept", 9), ("kept", 4)):
+        states[name, margin] = cache_states(tmp_path / name, rows, target, margin=margin, context_layers=layers)
+        monkeypatch.setattr(target, "forward", None)
+    for row, margin in itertools.product(range(len(rows)), (9, 4)):
+        mine, kept = states["fresh", 9], states["kept", margin]
+        first = int(kept.start_X[row] - mine.start_X[row])
+        for mine_TX, kept_TX in itertools.islice(
+            zip(mine.states(row), kept.states(row), strict=True), 1 + bool(layers)
+        ):
+            # The last token's state was not computed, and predicts nothing.
+            assert torch.equal(mine_TX[first:-1], kept_TX[:-1]) and mine_TX[-2].any()
+    states["kept", 9].files[3].unlink()
+    with pytest.raises(TypeError, match="not callable"):
+        cache_states(tmp_path / "kept", rows, target, margin=9, context_layers=layers)
+
+
+def test_the_first_answers_come_soon_and_what_is_lost_is_told(target, tmp_path: Path, monkeypatch, capsys) -> None:
+    name = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"a{number}"} for number in range(20)])
+    monkeypatch.setattr(Journal, "append", lambda journal, row: journal.rows.append(row) or stop(len(journal.rows)))
+
+    def stop(num_rows: int) -> None:
+        if num_rows == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(target, name, tmp_path / "out.jsonl", max_num_seqs=64, temperature=(1.0,), max_new_tokens=40)
+    assert "unfinished answers with" in (shown := capsys.readouterr().err)
+    assert int(re.search(r"(\d+) unfinished", shown)[1]) <= 8 - 3
 
 
 def test_prompts_without_room_are_counted(target, tmp_path: Path) -> None:
