@@ -80,6 +80,7 @@ def test_variant_of_the_ablations_is_accepted(name: str) -> None:
 def test_all_files_of_one_target_name_the_same_target() -> None:
     """A drafter that is trained by one file is served and measured by the others."""
     wanted = {"smollm2": "smollm2-135m", "llama": "meta-llama/Llama-3.1-8B-Instruct"}
+    wanted["code"] = "qwen2.5-coder-1.5b"
     for file in FILES:
         (target,) = re.findall(r"^ *target: (\S+)", file.read_text(), flags=re.MULTILINE)
         assert target in wanted.values(), file

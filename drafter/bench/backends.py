@@ -148,6 +148,8 @@ def weights_file(source: Path, weights: str) -> Path:
     """
     import gguf
 
+    if weights == "stored":
+        return source
     kinds = [tensor.tensor_type.name for tensor in gguf.GGUFReader(source).tensors if len(tensor.shape) > 1]
     if kinds.count(weights) > len(kinds) / 2:
         return source
@@ -157,17 +159,23 @@ def weights_file(source: Path, weights: str) -> Path:
 
 
 def start_peer(
-    target: Target, spec: MethodSpec, batch_size: int, num_tokens: int, pythons: Mapping[str, str]
+    target: Target,
+    spec: MethodSpec,
+    batch_size: int,
+    num_tokens: int,
+    pythons: Mapping[str, str],
+    draft_model: str | None = None,
 ) -> "PeerProcess":
     """The engine of a method in a process of its own, with the weights of the target's file.
 
     The engine has room for ``num_tokens`` of prompt and answer in each of ``batch_size`` rows (llama.cpp: 1).
     ``pythons`` are the Pythons of environments that hold an engine, by package; others are in this environment.
+    ``draft_model``: the smaller model of llama.cpp's own speculation.
 
     Raises:
         ValueError: the target has no file that the engine reads, or the engine cannot be started.
     """
-    assert batch_size == 1 or spec.name != "llama-cpp"
+    assert batch_size == 1 or "llama-cpp" not in spec.name
     is_vllm = spec.name == "vllm"
     source = Path(place_of(target.name)) if is_vllm else gguf_file(target.name)
     file = source if is_vllm else weights_file(source, spec.gguf_weights)
@@ -176,6 +184,8 @@ def start_peer(
         "source": str(source),
         "model": str(file),
         "weights": spec.gguf_weights,
+        "speculation": spec.speculation,
+        "draft_model": str(gguf_file(draft_model)) if draft_model and spec.speculation == "draft" else "",
         "num_slots": batch_size,
         "num_tokens": num_tokens,
         "num_threads": target.traits.num_threads,

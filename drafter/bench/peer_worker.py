@@ -16,6 +16,9 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+# llama.cpp's defaults of a draft model.
+_MOST_DRAFTED, _LEAST_PROBABILITY = 16, 0.75
+
 
 class LlamaCpp:
     """llama.cpp through the C functions of llama-cpp-python, one prompt at a time."""
@@ -42,6 +45,13 @@ class LlamaCpp:
         start = time.perf_counter()
         self._load(settings, is_packed=is_packed)
         self.load_seconds = time.perf_counter() - start
+        self._speculation = settings.get("speculation", "")
+        if self._speculation == "lookup":
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            self._lookup = LlamaPromptLookupDecoding()
+        elif self._speculation == "draft":
+            self._drafter = LlamaCpp({**settings, "model": settings["draft_model"], "speculation": ""})
 
     def _load(self, settings: dict[str, Any], *, is_packed: bool) -> None:
         lib = self._lib
@@ -54,8 +64,9 @@ class LlamaCpp:
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = max(512, settings["num_tokens"])
         params.n_threads = params.n_threads_batch = settings["num_threads"]
-        self._context = lib.llama_init_from_model(model, params)
+        self._context, self._vocab = lib.llama_init_from_model(model, params), lib.llama_model_get_vocab(model)
         self._memory = lib.llama_get_memory(self._context)
+        self._held: list[int] = []  # of a draft model: the tokens in its memory
 
     def _make_file(self, settings: dict[str, Any]) -> None:
         """The model's file from `source`, with its matrices stored as `weights`."""
@@ -87,16 +98,49 @@ class LlamaCpp:
             lib.llama_memory_clear(self._memory, True)
             start = time.perf_counter()
             self._decode(prompt)
-            token_ids, first = [], 0.0
-            while True:
-                token_ids.append(lib.llama_sampler_sample(sampler, self._context, -1))
-                first = first or time.perf_counter() - start
-                if token_ids[-1] in self._eos or len(token_ids) == params["max_new_tokens"]:
-                    break
-                self._decode(token_ids[-1:], len(prompt) + len(token_ids) - 1)
+            token_ids = [lib.llama_sampler_sample(sampler, self._context, -1)]
+            first, num_forwards = time.perf_counter() - start, 1
+            while token_ids[-1] not in self._eos and len(token_ids) < params["max_new_tokens"]:
+                room = params["max_new_tokens"] - len(token_ids) - 1
+                draft = self._draft([*prompt, *token_ids])[:room]
+                place = len(prompt) + len(token_ids) - 1
+                self._decode([token_ids[-1], *draft], place, all_logits=True)
+                num_forwards += 1
+                for number, drafted in enumerate([*draft, None]):
+                    token_ids.append(lib.llama_sampler_sample(sampler, self._context, number))
+                    if token_ids[-1] != drafted or drafted in self._eos:
+                        break
+                lib.llama_memory_seq_rm(self._memory, 0, len(prompt) + len(token_ids) - 1, -1)
             seconds = time.perf_counter() - start
             lib.llama_sampler_free(sampler)
-            yield answer_of(index, token_ids, seconds, first)
+            yield answer_of(index, token_ids, seconds, first, num_forwards)
+
+    def _draft(self, text_ids: list[int]) -> list[int]:
+        """Tokens that may follow, as llama-cpp-python's prompt lookup or llama.cpp's draft model proposes them."""
+        if self._speculation == "lookup":
+            import numpy as np
+
+            return [int(token) for token in self._lookup(np.array(text_ids))]
+        return self._drafter.propose(text_ids) if self._speculation == "draft" else []
+
+    def propose(self, text_ids: list[int]) -> list[int]:
+        """Likeliest tokens behind a text while each is likely enough, with llama.cpp's defaults."""
+        import numpy as np
+
+        lib, size = self._lib, self._lib.llama_vocab_n_tokens(self._vocab)
+        num_known = len(os.path.commonprefix([self._held, text_ids[:-1]]))
+        lib.llama_memory_seq_rm(self._memory, 0, num_known, -1)
+        held, drafted = list(text_ids), list[int]()
+        while len(drafted) < _MOST_DRAFTED:
+            self._decode(held[num_known:], num_known)
+            num_known = len(held)
+            logits_V = np.ctypeslib.as_array(lib.llama_get_logits_ith(self._context, -1), (size,))
+            if 1 / np.exp(logits_V - logits_V.max()).sum() < _LEAST_PROBABILITY:
+                break
+            drafted.append(int(logits_V.argmax()))
+            held.append(drafted[-1])
+        self._held = held[:num_known]
+        return drafted
 
     def _sampler(self, params: dict[str, Any]) -> Any:
         lib = self._lib
@@ -119,6 +163,40 @@ class LlamaCpp:
                 times[size].append(1e3 * (time.perf_counter() - start))
                 self._lib.llama_memory_seq_rm(self._memory, 0, num_context, -1)
         return {size: median(series[1:]) for size, series in times.items()}
+
+
+class IkLlamaCpp:
+    """ik_llama.cpp through ik-llama-cpp-python, one prompt at a time, without speculation."""
+
+    build = ""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import ik_llama_cpp
+
+        self._eos = settings["eos"]
+        threads, size = settings["num_threads"], max(512, settings["num_tokens"])
+        self._llm = ik_llama_cpp.IkLlama(settings["model"], n_ctx=size, n_threads=threads, verbose=False)
+
+    def stream(self, prompts: Sequence[list[int]], params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Each answer when it is finished."""
+        from ik_llama_cpp import _ctypes_api as lib
+        from ik_llama_cpp._internals import make_batch_range
+
+        context = self._llm._context
+        for index, prompt in enumerate(prompts):
+            context.kv_cache_clear()
+            token_ids: list[int] = []
+            new, place, first, start = prompt, 0, 0.0, time.perf_counter()
+            while len(token_ids) < params["max_new_tokens"] and not set(token_ids[-1:]) & set(self._eos):
+                for at in range(0, len(new), 512):  # of the size that the context computes at once
+                    batch = make_batch_range(new[at : at + 512], pos_start=place + at, logits_last=at + 512 >= len(new))
+                    if context.decode(batch):
+                        raise SystemExit("llama_decode failed")
+                    lib.llama_batch_free(batch)
+                place += len(new)
+                token_ids.append(context.sample(-1, temperature=params["temperature"], top_k=0, top_p=1.0))
+                new, first = token_ids[-1:], first or time.perf_counter() - start
+            yield answer_of(index, token_ids, time.perf_counter() - start, first)
 
 
 class Vllm:
@@ -159,13 +237,15 @@ class Vllm:
             yield answer_of(index, token_ids, seconds, stats.first_token_ts - stats.scheduled_ts)
 
 
-def answer_of(index: int, token_ids: list[int], seconds: float, first: float) -> dict[str, Any]:
-    """One answer as :meth:`drafter.bench.backends.PeerProcess.stream` reads it; a forward gives one token."""
+def answer_of(
+    index: int, token_ids: list[int], seconds: float, first: float, num_forwards: int | None = None
+) -> dict[str, Any]:
+    """One answer as :meth:`drafter.bench.backends.PeerProcess.stream` reads it; by default a forward gives a token."""
     times = {"seconds": seconds, "first_token_seconds": first}
-    return {"index": index, "token_ids": token_ids, **times, "num_forwards": len(token_ids)}
+    return {"index": index, "token_ids": token_ids, **times, "num_forwards": num_forwards or len(token_ids)}
 
 
-ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "vllm": Vllm}
+ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "ik-llama-cpp-python": IkLlamaCpp, "vllm": Vllm}
 
 
 def main() -> None:

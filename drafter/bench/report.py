@@ -13,7 +13,7 @@ from drafter.bench.results import BenchRecord
 from drafter.bench.settings import BASELINE
 from drafter.utils.tables import format_table
 
-_PACKAGES = ("torch", "transformers", "llama-cpp-python", "vllm")
+_PACKAGES = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python", "vllm")
 _LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights and without speculation
 
 

@@ -73,7 +73,7 @@ class _Point:
 
     def measure(self) -> int:
         """Number of new runs, in the order of running."""
-        specs = [spec for spec in self.options.specs if self.batch_size == 1 or spec.name != "llama-cpp"]
+        specs = [spec for spec in self.options.specs if self.batch_size == 1 or "llama-cpp" not in spec.name]
         if len(specs) < len(self.options.specs):
             print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
         identities = [(spec, self._identity(spec)) for spec in specs]
@@ -120,7 +120,8 @@ class _Point:
         num_tokens = min(max(map(len, self.prompts)) + most, target.max_length)
         backend: Backend
         if spec.name in PEER_PACKAGES:
-            backend = start_peer(target, spec, self.batch_size, num_tokens, self.options.pythons())
+            pythons, draft_model = self.options.pythons(), self.options.draft_model
+            backend = start_peer(target, spec, self.batch_size, num_tokens, pythons, draft_model)
         elif spec.is_peer:
             backend = TransformersBackend(self.hf_target, self.batch_size)
         else:
@@ -146,7 +147,7 @@ class _Point:
             },
             "device": device_name(target),
             "drafter": options.drafter_used if spec.name == "drafter" else None,
-            "draft_model": options.draft_model if spec.name == "draft-model" else None,
+            "draft_model": options.draft_model if spec.needs_draft_model else None,
             "method": spec.label,
             "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(self.prompts)},
             "batch_size": self.batch_size,

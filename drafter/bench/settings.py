@@ -14,14 +14,18 @@ from drafter.utils.validate import SEED, flag_of, within
 
 BASELINE = "none"  # plain decoding of this package
 # The engines that decode in a process of their own, and their packages.
-PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "vllm": "vllm"}
+PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "ik-llama-cpp": "ik-llama-cpp-python", "vllm": "vllm"}
 LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
 
 # Options after a method's name; see :class:`drafter.proposers.options.Way`.
 _OPTIONS: dict[str, Mapping[str, str | tuple[str, Any]]] = {
     **{name: way.written for name, way in METHODS.items()},
     "hf-generate": {},
-    "llama-cpp": {word: ("gguf_weights", word) for word in ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")},
+    "llama-cpp": {
+        **{word: ("gguf_weights", word) for word in ("stored", "F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_0")},
+        **{word: ("speculation", word) for word in ("lookup", "draft")},
+    },
+    "ik-llama-cpp": {},
     "vllm": {},
 }
 
@@ -35,7 +39,8 @@ class MethodSpec(NamedTuple):
         config: what the written form gives of the engine's settings.
         numbers: what the written form gives of the way to draft.
         is_tuned: whether the file of `drafter tune` gives the size of the tree.
-        gguf_weights: format of the weights in the GGUF file of llama.cpp.
+        gguf_weights: format of the weights in the GGUF file of llama.cpp; ``stored``: the target's own file.
+        speculation: of llama.cpp: ``lookup``, ``draft``, or none.
     """
 
     label: str
@@ -44,11 +49,17 @@ class MethodSpec(NamedTuple):
     numbers: Mapping[str, Any]
     is_tuned: bool
     gguf_weights: str
+    speculation: str = ""
 
     @property
     def is_peer(self) -> bool:
         """Whether another engine decodes."""
         return self.name not in METHODS
+
+    @property
+    def needs_draft_model(self) -> bool:
+        """Whether a smaller model drafts."""
+        return "draft" in (self.name.removesuffix("-model"), self.speculation)
 
     def plan(self, models: LoadedModels, batch_size: int, compile: bool | None) -> Plan:
         """The engine's plan for this method; :func:`resolve` chooses what the written form leaves open.
@@ -90,14 +101,15 @@ def parse_method(text: str) -> MethodSpec:
             raise ValueError(f"--methods {text}: {option_of[setting]} and {option} exclude each other")
         option_of[setting] = option
         given[setting] = (float if "." in number[2] else int)(number[2]) if number else value
-    is_tuned, gguf_weights = given.pop("is_tuned", False), given.pop("gguf_weights", "BF16")
+    is_tuned, speculation = given.pop("is_tuned", False), given.pop("speculation", "")
+    gguf_weights = given.pop("gguf_weights", "stored" if name == "ik-llama-cpp" else "BF16")
     if is_tuned and given.keys() - {"coupled"}:
         raise ValueError(f"--methods {text}: tuned takes the tree's size from a file: leave the other options out")
     known = {item.name: given.pop(item.name) for item in fields(EngineConfig) if item.name in given}
     config = EngineConfig(method=name if name in METHODS else None, **known)
     if given:
         drafting_class(name)(**given)  # checks the ranges
-    return MethodSpec(text, name, config, given, is_tuned, gguf_weights)
+    return MethodSpec(text, name, config, given, is_tuned, gguf_weights, speculation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +155,7 @@ class MethodOptions(Options, TargetConfig):
         """The target, and the drafter and the smaller model where a method needs one."""
         models = self.engine_options().load_models()
         if any(spec.name == "draft-model" for spec in self.specs):
-            models = models._replace(draft_model=self.load(draft_model, is_trainable=True))
+            models = models._replace(draft_model=self.load(draft_model))
         return models
 
 
@@ -154,22 +166,23 @@ class BenchOptions(MethodOptions):
     Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
     repeated. The table is printed at the end.
 
-    Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, vllm (engines of their
-    own; --peer-python names the Python of another environment). Options follow a colon: drafter:W8:L4:N24,
-    drafter:alone (no copies), drafter:tuned, draft-model:G5, llama-cpp:Q4_1.
+    Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, ik-llama-cpp, vllm
+    (engines of their own; --peer-python names the Python of another environment). Options follow a colon:
+    drafter:W8:L4:N24, drafter:alone (no copies), drafter:tuned, draft-model:G5, llama-cpp:Q4_1, llama-cpp:stored (the
+    target's own file), llama-cpp:stored:lookup and llama-cpp:stored:draft (its own speculation).
 
     Attributes:
         out: results file (.jsonl)
         methods: methods in the order of a round
-        draft_model: smaller model with the target's tokenizer, for draft-model
-        prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, default,
-            mtbench, humaneval, gsm8k
+        draft_model: smaller model with the target's tokenizer, for draft-model and llama-cpp:draft
+        prompts: file of prompts, hub data set, folder of `drafter serve --record`, or a name: evaluation, code,
+            default, mtbench, humaneval, gsm8k
         batch_sizes: prompts that are answered at the same time
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
-        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python or vllm (default:
-            this environment's)
+        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python,
+            ik-llama-cpp-python or vllm (default: this environment's)
     """
 
     common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "num_prompts", "batch_sizes")
@@ -191,8 +204,9 @@ class BenchOptions(MethodOptions):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{flag_of(name)} is empty or names a value twice: {', '.join(map(str, values))}")
         self.pythons()
-        if self.draft_model is None and "draft-model" in {spec.name for spec in self.specs}:
-            raise ValueError("--methods draft-model needs a smaller model: give --draft-model NAME")
+        needing = next((spec.label for spec in self.specs if spec.needs_draft_model), None)
+        if self.draft_model is None and needing is not None:
+            raise ValueError(f"--methods {needing} needs a smaller model: give --draft-model NAME")
 
     @property
     def specs(self) -> tuple[MethodSpec, ...]:

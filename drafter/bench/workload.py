@@ -72,9 +72,10 @@ HUB_SETS = {
 def read_prompt_set(name: str) -> Workload:
     """A prompt set by name, a file or hub data set of prompts, or a folder of recorded traffic.
 
-    The names are `evaluation` (twenty prompts that come with the package), `default` (the package's prompts for
-    calibration) and :data:`HUB_SETS`. A row with `turns` asks the first of them; a row with `category` belongs to that
-    column of the results. Of rows of token ids, such as recorded answers, the prompts are asked as they are.
+    The names are `evaluation` and `code` (twenty prompts each that come with the package), `default` (the package's
+    prompts for calibration) and :data:`HUB_SETS`. A row with `turns` asks the first of them; a row with `category`
+    belongs to that column of the results. Of rows of token ids, such as recorded answers, the prompts are asked as they
+    are.
 
     Raises:
         FileNotFoundError: no such file.
@@ -86,6 +87,7 @@ def read_prompt_set(name: str) -> Workload:
     if name in HUB_SETS:
         return Workload(name, tuple(_hub_items(name)))
     own = {"evaluation": ASSETS / "evaluation-prompts.jsonl", "default": BUILTIN_PROMPTS}
+    own["code"] = ASSETS / "evaluation-prompts-code.jsonl"
     path = Path(own.get(name, name))
     if path.is_dir():
         return Workload(path.name, tuple(Item("", tuple(row.prompt_token_ids)) for row in read_traffic(path)))

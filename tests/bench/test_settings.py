@@ -19,6 +19,8 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
     specs = [parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")]
     assert [spec.is_peer for spec in specs] == [True, True, True, True, False]
     assert [spec.gguf_weights for spec in specs[:2]] == ["BF16", "Q4_1"]
+    spec = parse_method("llama-cpp:stored:draft")
+    assert spec.gguf_weights == "stored" and spec.speculation == "draft" and spec.needs_draft_model
     tuned = parse_method("drafter:tuned:uncoupled")
     assert tuned.is_tuned and tuned.numbers == {"coupled": False} and tuned.config == EngineConfig(method="drafter")
 
@@ -49,6 +51,7 @@ def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
         ({"methods": ("lookup", "lookup")}, "--methods is empty or names a value twice: lookup, lookup"),
         ({"methods": ("drafter",)}, "drafter needs a drafter: give --drafter"),
         ({"methods": ("draft-model",)}, "draft-model needs a smaller model: give --draft-model"),
+        ({"methods": ("none", "llama-cpp:draft")}, "llama-cpp:draft needs a smaller model"),
         ({"peer_python": ("vlm=p",)}, "--peer-python vlm=p must be NAME=PYTHON with llama-cpp-python"),
     ],
 )
