@@ -1,5 +1,6 @@
 """`drafter decode`: answer prompts, chat, or compare a method with plain decoding."""
 
+import contextlib
 import json
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.settings import EngineConfig, EngineOptions
-from drafter.utils.io import printable, write_atomic
+from drafter.utils.io import escaped, printable, write_atomic
 from drafter.utils.options import Options, part_of
 from drafter.utils.provenance import check_output, write_run_record
 from drafter.utils.tables import format_table
@@ -98,8 +99,9 @@ def decode(options: DecodeOptions) -> None:
             write_atomic(options.out, "".join(map(_line_of, asked, answers)))
             print(f"{len(asked)} answers in {options.out}", file=sys.stderr)
         elif not options.compare:
+            show = escaped if sys.stdout.isatty() else str
             for each, answer in zip(asked, answers, strict=True):
-                print(f"[{each.id}] {printable(each.last_turn, 100)}\n{answer.text}\n")
+                print(f"[{printable(each.id, 100)}] {printable(each.last_turn, 100)}\n{show(answer.text)}\n")
                 print(_figures(answer), file=sys.stderr)
 
 
@@ -127,7 +129,11 @@ def _chat(engine: "Engine", options: DecodeOptions) -> None:
     """Read a line, stream the answer, until the end of input. The conversation so far goes along, except with --raw."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("Type a message; /new starts over, /exit or Ctrl-D ends.", file=sys.stderr)
+        with contextlib.suppress(ImportError):
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
+        print("Type a message; /new starts over, Ctrl-C ends an answer, /exit or Ctrl-D the chat.", file=sys.stderr)
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -140,18 +146,32 @@ def _chat(engine: "Engine", options: DecodeOptions) -> None:
             messages = []
         elif line.strip():
             messages.append({"role": "user", "content": line})
-            text = _say(engine, options, line if options.raw else messages)
+            text = _say(engine, options, line if options.raw else messages, is_chat=is_terminal)
             messages.append({"role": "assistant", "content": text})
 
 
-def _say(engine: "Engine", options: DecodeOptions, prompt: "Prompt") -> str:
-    """Stream one answer to the screen, its figures to the error stream; the text."""
-    for event in engine.stream([prompt], options, raw=options.raw):
-        print(event.text, end="", flush=True)
+def _say(engine: "Engine", options: DecodeOptions, prompt: "Prompt", *, is_chat: bool = False) -> str:
+    """Stream one answer to the screen, its figures to the error stream; the text, which Ctrl-C ends in a chat."""
+    text, show = "", escaped if sys.stdout.isatty() else str
+    try:
+        with contextlib.closing(engine.stream([prompt], options, raw=options.raw)) as events:
+            for event in events:
+                text += event.text
+                print(show(event.text), end="", flush=True)
+    except KeyboardInterrupt:
+        if not is_chat:
+            raise
+        engine.drop()
+        print("\n[ended by Ctrl-C]", file=sys.stderr)
+        return text
     assert event.completion is not None
     print(flush=True)
     print(_figures(event.completion), engine.what_ran(), file=sys.stderr)
-    return event.completion.text
+    if event.completion.finish_reason == "length":
+        is_full = len(event.completion.token_ids) < options.max_new_tokens
+        reason = "the context is full" if is_full else "--max-new-tokens"
+        print(f"[cut at {len(event.completion.token_ids)} tokens: {reason}]", file=sys.stderr)
+    return text
 
 
 def _figures(answer: "Request") -> str:

@@ -39,6 +39,7 @@ COMMANDS: dict[str, str] = {
 _EXIT_ERROR = 2
 _LONGEST_ERROR = 1000  # characters
 _HELP = ("-h", "--help")
+_DAMAGE = ("SafetensorError", "OutOfMemoryError")  # of packages that are not imported here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,14 +76,17 @@ def _open_streams() -> None:
 
 
 def _is_of_user(error: Exception) -> bool:
-    """Whether a user can mend what failed: a value, a file, a full disk (safetensors has its own error), a package."""
+    """Whether a user can mend what failed: a value, a file, a full disk, too little memory, a package."""
     if isinstance(error, ModuleNotFoundError):
         return (error.name or "").split(".")[0] != "drafter"
-    return isinstance(error, ValueError | OSError | ArgumentError) or type(error).__name__ == "SafetensorError"
+    is_full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    return is_full or isinstance(error, ValueError | OSError | ArgumentError) or type(error).__name__ in _DAMAGE
 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        text = f"this machine, or its limit (ulimit -v), has too little memory: {text}"
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{printable(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
@@ -127,6 +131,8 @@ def _dispatch(words: list[str]) -> int:
         from drafter.targets.catalog import check_name
 
         check_name(target, getattr(options, "revision", None))  # before torch is imported, which takes seconds
+        if hasattr(options, "load") and sys.stderr.isatty():
+            print(f"loading {printable(target, 100)}", file=sys.stderr)
     try:
         return function(options) or 0
     except KeyboardInterrupt as stop:

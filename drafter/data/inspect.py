@@ -5,6 +5,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from drafter.data.encode import RowEncoder, encode_files
+from drafter.utils.io import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def inspect_file(name: str, encoder: RowEncoder, console: "Console", *, num_rows
         console.rule(f"row {index + 1}: {loss_mask_T.sum():,} of {len(token_T):,} tokens are trained on")
         text = Text()
         for is_trained, run in groupby(zip(token_T.tolist(), loss_mask_T.tolist(), strict=True), itemgetter(1)):
-            piece = encoder.tokenizer.decode([token for token, _ in run])
+            piece = escaped(encoder.tokenizer.decode([token for token, _ in run]))
             if console.color_system is None:
                 text.append(f"⟦{piece}⟧" if is_trained else piece)
             else:
@@ -39,4 +40,4 @@ def inspect_file(name: str, encoder: RowEncoder, console: "Console", *, num_rows
         value_X = rows.column(column)
         lines.append(f"{what}: {value_X.min():,} at least, {value_X.median():,} median, {value_X.max():,} at most")
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(escaped(line), markup=False, soft_wrap=True)

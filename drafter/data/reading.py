@@ -27,7 +27,7 @@ _KINDS = (*_JSONL, *_JSON, ".parquet", ".csv")
 _KNOWN = "*.jsonl, *.json (both also .gz), *.parquet, *.csv, or a hub data set (owner/name or owner/name:split)"
 _MOST_COLUMNS = 1000
 _MOST_VALUES = 1 << 27  # of lists in a row group of Parquet, whose run lengths may stand for any number
-_MOST_BYTES = 64 << 20  # of decoded rows of Parquet, were each as large as all packed values of its row group
+_ROWS = 4  # of Parquet decoded at once: each may be a copy of one long value, whatever the sizes in the file say
 
 
 class RawRow(NamedTuple):
@@ -141,7 +141,11 @@ def _csv_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
             yield RawRow({key: value for key, value in item.items() if value is not None}, f"{name}, row {number}")
     except (csv.Error, UnicodeDecodeError) as error:
         place = f"{name}, line {reader.line_num}" if reader.line_num else name
-        raise ValueError(f"{place}: the file cannot be read ({error})") from error
+        is_text = isinstance(error, csv.Error)
+        why = (
+            f"the file cannot be read ({error})" if is_text else "the text is not UTF-8: save the file in this encoding"
+        )
+        raise ValueError(f"{place}: {why}") from error
 
 
 def _parquet_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
@@ -159,9 +163,7 @@ def _parquet_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
                 num_values = (chunk.num_values for chunk in itertools.compress(chunks, is_list))
                 if max(num_values, default=0) > _MOST_VALUES:
                     raise ValueError(f"more than {_MOST_VALUES:,} values in a row group: write smaller row groups")
-                largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
-                num_rows = min(256, max(1, _MOST_BYTES // max(1, largest)))
-                for batch in file.iter_batches(num_rows, row_groups=[group], use_threads=False):
+                for batch in file.iter_batches(_ROWS, row_groups=[group], use_threads=False):
                     if batch.nbytes > batch.num_rows * parse.MAX_LINE_MIB << 20:
                         raise ValueError(f"a row after row {number} is longer than {parse.MAX_LINE_MIB} MiB: split it")
                     for item in batch.to_pylist():

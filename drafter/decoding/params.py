@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from drafter.utils.validate import SEED, Checked, Range, within
 
@@ -60,6 +60,11 @@ class SamplingParams(SamplingSettings):
     frequency_penalty: float = within(0.0, low=-2.0, high=2.0, mend="0 turns it off")
     repetition_penalty: float = within(1.0, above=0.0, high=100.0, mend="1 turns it off")
     logit_bias: dict[int, float] = field(default_factory=TokenBias, metadata={"range": Range(low=-100.0, high=100.0)})
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        if "max_tokens" in given:
+            raise TypeError("SamplingParams has no max_tokens: the name is max_new_tokens")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired
@@ -38,6 +39,10 @@ def read_trained(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist: give a .ckpt file that `drafter train` wrote")
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as packed:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in packed.infolist()):  # may expand to any size
+                raise ValueError(f"checkpoint {str(path)!r} is packed: `drafter train` writes plain files")
     try:
         with warnings.catch_warnings(action="ignore"):  # about the version of a file that is refused
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)

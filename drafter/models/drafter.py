@@ -28,6 +28,7 @@ from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.files import WEIGHTS, check_tensors, read_tensors
 from drafter.utils.fingerprint import same_fingerprint
+from drafter.utils.io import printable
 from drafter.utils.parse import read_json_object
 
 _log = logging.getLogger(__name__)
@@ -344,7 +345,7 @@ class RecurrentDrafter(nn.Module):
 
 def check_target(config: DrafterConfig, target: Any) -> None:
     """Check that this is the drafter's target; ValueError that names both targets if not."""
-    mine = f"the drafter was trained for target {config.target_name or 'unknown'!r}"
+    mine = f"the drafter was trained for target {printable(config.target_name or 'unknown', 100)!r}"
     for what, wanted, found in (
         ("vocabulary", config.vocab_size, target.vocab_size),
         ("hidden size", config.hidden_size, target.hidden_size),

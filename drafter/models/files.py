@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
@@ -15,11 +15,16 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; ValueError for a damaged file, FileNotFoundError where there is none."""
+    """The tensors of a safetensors file, in memory of their own: a later change of the file changes none.
+
+    Raises:
+        ValueError: a damaged file.
+        FileNotFoundError: there is no such file.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
-        return load_file(path)
+        return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
@@ -40,6 +45,8 @@ def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], v
 
 def _fault_of(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, vocab_size: int) -> str:
     """The fault of a tensor in words; empty if there is none."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return "is sparse, or has no numbers"
     if tensor.shape != shape:
         return f"has shape {list(tensor.shape)}, the drafter's config asks for {list(shape)}"
     if name == TOKEN_IDS:

@@ -4,6 +4,7 @@ A new runtime is one file and one line in :data:`RUNTIMES` (docs/architecture.md
 """
 
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -103,6 +104,8 @@ def _check_layers(files: Sequence[Path]) -> None:
             for kernel in (str(part.get("_attn_implementation")) for part in parts):
                 if "/" in kernel:  # transformers would fetch the kernel, and run its code
                     raise ValueError(f"config.json names the attention kernel {kernel!r} of a hub: take the name out")
+            for part in parts:
+                _check_rotation(part)
             counts = [part.get(name) for part in parts for name in ("num_hidden_layers", "n_layer", "num_layers")]
             wanted = max((count for count in counts if isinstance(count, int)), default=0)
         elif file.suffix == ".safetensors":
@@ -113,6 +116,16 @@ def _check_layers(files: Sequence[Path]) -> None:
     most = max(map(len, held.values()), default=0)
     if held and wanted > most:
         raise ValueError(f"config.json asks for {wanted:,} layers, and its files hold {most:,}")
+
+
+def _check_rotation(config: dict[str, Any]) -> None:
+    """ValueError for rotary positions that turn more numbers than a head has, or whose base is no power's."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {**{name: config.get(name) for name in ("partial_rotary_factor", "rope_theta")}, **given}
+    for name, low, high in (("partial_rotary_factor", 0.0, 1.0), ("rope_theta", 1.0 + 1e-6, math.inf)):
+        number = rope.get(name)
+        if isinstance(number, int | float) and not low <= number <= high:
+            raise ValueError(f"config.json: {name} is {number}, and must be from {low:g} to {high:g}")
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":

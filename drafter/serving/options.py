@@ -60,6 +60,8 @@ class ServeOptions(Options, EngineOptions):
         super().__post_init__()
         if not all(key and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds blanks: give printable characters")
+        if self.record is not None and self.record.exists() and not self.record.is_dir():
+            raise ValueError(f"--record {self.record} is no folder: name one, or a new one")
         if self.follow and (self.drafter is None or self.drafter_used is None):
             raise ValueError("--follow watches the folder of a drafter: give --drafter DIR")
 

@@ -35,6 +35,11 @@ def printable(text: str, length: int = 300) -> str:
     return shown if len(shown) <= length else shown[:length] + " ..."
 
 
+def escaped(text: str) -> str:
+    """The text with its line feeds and tabs; what else a terminal would obey is written as ``\\x1b``."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def is_stream(path: Path) -> bool:
     """Whether `path` is a pipe, a device or a standard stream: written to, never replaced, without a run record."""
     is_special = path.exists() and not path.is_file() and not path.is_dir()

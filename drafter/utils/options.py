@@ -108,6 +108,8 @@ def config_first(words: Sequence[str], command: str = "") -> list[str]:
     shipped, files = _shipped_configs(command), []
     for name in found.config:
         is_path = not re.fullmatch(r"[\w.-]+", name) or name.endswith((".yaml", ".yml", ".json"))
+        if Path(name).exists() and not Path(name).is_file():
+            raise ValueError(f"--config {name} is no regular file: name a YAML file")  # a pipe would be waited for
         if is_path or Path(name).exists():
             files.append(f"--config={name}")
         elif name in shipped:

@@ -4,6 +4,8 @@ Whatever a file holds, a reader returns plain values within the limits, or raise
 time and a memory that the limits bound.
 """
 
+import codecs
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ MAX_CONFIG_BYTES = 16 << 20  # a settings file; what `drafter tune` writes is th
 MAX_YAML_BYTES = 1 << 20  # the YAML parser takes a second for as much
 MAX_LINE_MIB = 16  # a row of data: a million token ids as JSON take 8
 MAX_INTEGER = 2**64
+NOT_UTF8 = "the text is not UTF-8: save the file in this encoding"
 
 _JSON_PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?P<quote>"?)|[][{}]', re.DOTALL)  # a string, or a bracket
 
@@ -49,7 +52,15 @@ def parse_json(data: bytes, where: str) -> Any:
     try:
         return from_json(data.removeprefix(b"\xef\xbb\xbf"))
     except ValueError as error:
-        raise ValueError(f"{where}: broken JSON ({error})") from error
+        raise ValueError(f"{where}: {_fault_of(data, str(error))}") from error
+
+
+def _fault_of(data: bytes, fault: str) -> str:
+    """What is wrong with JSON text, which may end within a character: its encoding, or ``fault``."""
+    with contextlib.suppress(UnicodeDecodeError):
+        if "\0" not in codecs.getincrementaldecoder("utf-8")().decode(data):
+            return f"broken JSON ({fault})"
+    return NOT_UTF8
 
 
 def read_yaml(path: Path) -> Any:
@@ -132,7 +143,8 @@ def read_objects(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
         if len(data) > MAX_LINE_MIB << 20:
             raise ValueError(f"{where}, row {number}: longer than {MAX_LINE_MIB} MiB: split the row")
     if depth or data.strip():
-        raise ValueError(f"{where}, row {number}: broken JSON (the file must hold objects, or an array of objects)")
+        fault = _fault_of(data, "the file must hold objects, or an array of objects")
+        raise ValueError(f"{where}, row {number}: {fault}")
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:

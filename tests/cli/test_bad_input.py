@@ -127,3 +127,10 @@ def test_servers_that_cannot_start(target: str, tmp_path: Path, refused: Refused
     words = ["serve", "--target", str(long), "--port", "0", "--device", "cpu"]
     refused([*words, "--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs, --max-model-len")
     refused([*words, "--drafter", "nowhere"], "--drafter nowhere")
+    refused([*words, "--record", str(long / "config.json")], "config.json is no folder")
+    for rope, what in (
+        ({"partial_rotary_factor": 2.0, "rope_theta": 1e4, "rope_type": "default"}, "partial_rotary_factor is 2.0"),
+        ({"rope_theta": 1.0, "rope_type": "yarn", "factor": 2.0}, "rope_theta is 1.0"),
+    ):
+        (long / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        refused(words, "cannot be loaded: config.json", what)

@@ -2,7 +2,10 @@
 
 import inspect
 import json
+import os
+import pty
 import re
+import select
 import sys
 from pathlib import Path
 from types import FrameType
@@ -97,6 +100,52 @@ def test_decode_prints_and_chats(target: str, capsys: pytest.CaptureFixture[str]
     monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
     assert main(common) == 0
     assert capsys.readouterr().err.count("tokens/step") == 3 and lines == ["never read"]
+
+
+CHAT = """
+from types import SimpleNamespace as S
+from drafter.cli import decode
+from drafter.engine.request import StreamEvent
+def stream(prompts, options, raw):
+    print(f"asked {prompts[0][-1]['content']!r}", flush=True)
+    yield StreamEvent(0, [1], "half\x1b[2J", None)
+    if prompts[0][-1]["content"] == "long":
+        while True: pass
+    done = S(finish_reason="length", token_ids=[1], num_target_forwards=1, tokens_per_step=1, seconds=1)
+    yield StreamEvent(0, [], "", done)
+engine = S(stream=stream, what_ran=str, drop=lambda: print("dropped", flush=True))
+decode._chat(engine, decode.DecodeOptions(target="t", max_new_tokens=1))
+"""
+
+
+def test_the_chat_on_a_terminal() -> None:
+    """Pasted lines are one message, Ctrl-C ends the answer and then the chat, and a cut answer names the flag."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execvp(sys.executable, [sys.executable, "-c", CHAT])
+    shown = b""
+
+    def wait(words: bytes) -> None:
+        nonlocal shown
+        while words not in shown:
+            assert select.select([terminal], [], [], 60)[0], shown
+            shown += os.read(terminal, 4096)
+        shown = shown.partition(words)[2]
+
+    wait(b"> ")
+    os.write(terminal, b"\x1b[200~def f():\r    return 1\x1b[201~\r")
+    wait(rb"asked 'def f():\n    return 1'")
+    wait(rb"half\x1b[2J")
+    wait(b"[cut at 1 tokens: --max-new-tokens]")
+    wait(b"> ")
+    os.write(terminal, b"long\r")
+    wait(rb"half\x1b[2J")
+    os.write(terminal, b"\x03")
+    wait(b"[ended by Ctrl-C]")
+    wait(b"> ")
+    os.write(terminal, b"\x03")
+    wait(b"KeyboardInterrupt")
+    os.waitpid(pid, 0)
 
 
 def test_foreign_files_are_kept(target: str, tmp_path: Path, refused: Refused) -> None:

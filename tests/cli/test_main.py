@@ -20,7 +20,7 @@ from drafter.utils.validate import range_of
 from tests.conftest import Refused
 
 KINDS = {name: kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None}
-MOST_FLAGS = {"decode": 25, "distill": 24, "serve": 30, "evaluate": 19, "bench": 21}  # in the help
+MOST_FLAGS = {"decode": 25, "distill": 25, "serve": 30, "evaluate": 19, "bench": 21}  # in the help
 HELP_OF_ALL = """
 import sys
 from drafter.cli.main import COMMANDS, main
@@ -131,6 +131,8 @@ class Toy(Options):
         (OSError(28, "No space left on device", "out/model"), "error: out/model: No space left on device"),
         (SafetensorError("No space left on device (os error 28)"), "error: No space left on device"),
         (FileNotFoundError(36, "File name too long", "a" * 3000), f"error: {'a' * 500} ...: File name too long"),
+        (MemoryError(), "error: this machine, or its limit (ulimit -v), has too little memory"),
+        (RuntimeError("can't allocate memory: you tried"), "error: this machine, or its limit (ulimit -v), has too"),
         (ValueError("a\x1b[2J\u202eb"), "error: a\ufffd[2J\ufffdb"),
         (
             ModuleNotFoundError("no", name="prometheus_client"),

@@ -191,12 +191,14 @@ def show(name: str, *, colour: bool = False, **options) -> str:
 
 
 def test_trained_tokens_stand_in_brackets_or_in_colour(tmp_path: Path) -> None:
-    rows = [{"messages": chat("Hi", "the [bold]end")}, {"messages": chat("a", "b", "c", "dé🙂")}, {"prompt": "x"}]
+    rows = [{"messages": chat("Hi", "the [bold]end")}, {"messages": chat("a\x1b[2J", "b", "c", "dé🙂")}]
+    rows.append({"prompt": "x"})
     name = write_jsonl(tmp_path / "a.jsonl", rows)
     text = show(name)
     assert "<s><|user|>\nHi<|end|>\n<|bot|>\n⟦the [bold]end<|end|>⟧\n" in text
+    assert r"<|user|>" in text and r"a\x1b[2J<|end|>" in text and "\x1b" not in text
     assert "⟦b<|end|>⟧" in text and "⟦dé🙂<|end|>⟧" in text
-    assert "row 2: 10 of 27 tokens are trained on" in text
+    assert "row 2: 10 of 31 tokens are trained on" in text
     assert "2 of 3 rows kept" in text and "1 rows dropped, such as" in text
     assert "trained tokens in a row: 10 at least, 10 median, 12 at most" in text
     assert "row 2:" not in show(name, num_rows=1) and "row 1:" not in show(name, num_rows=0)

@@ -89,8 +89,14 @@ def test_every_tensor_must_be_there_in_its_shape_and_type_and_finite(folder: Pat
         assert f"'{name}'" in refusal(folder) and words in refusal(folder)
 
 
-def test_weights_that_are_cut_or_missing(folder: Path) -> None:
+def test_weights_that_are_changed_after_reading_cut_or_missing(folder: Path) -> None:
     weights = folder / "model.safetensors"
+    drafter = RecurrentDrafter.from_pretrained(folder)
+    before = {name: each.clone() for name, each in drafter.state_dict().items()}
+    with weights.open("r+b") as stream:
+        stream.seek(-weights.stat().st_size // 2, 2)
+        stream.write(b"\x7f" * (weights.stat().st_size // 2))
+    assert all(torch.equal(each, before[name]) for name, each in drafter.state_dict().items())
     for length in (100, 7, 0):
         weights.write_bytes(weights.read_bytes()[:length])
         assert "model.safetensors" in refusal(folder)

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,10 +382,20 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
         (sound | {"drafter_config": {**sound["drafter_config"], "hidden_size": "x"}}, "hidden_size"),
         (sound | {"metrics": {"val/loss": "x"}}, "val/loss"),
         (sound | {"num_positions": []}, "num_positions"),
+        (
+            sound | {"state_dict": state | {"drafter.cell.u.bias": torch.zeros(16).to_sparse()}},
+            "cell.u.bias' is sparse",
+        ),
+        (sound | {"state_dict": state | {"drafter.cell.u.bias": torch.zeros(16, device="meta")}}, "has no numbers"),
     ):
         torch.save(content, damaged)
         with pytest.raises(ValueError, match=fragment):
             export(damaged, tmp_path / "out")
+    with zipfile.ZipFile(checkpoint) as plain, zipfile.ZipFile(damaged, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(ValueError, match="is packed"):
+        export(damaged, tmp_path / "out")
     exported = export(checkpoint, tmp_path / "exported")
     (exported / "notes.txt").write_text("years of work")
     with pytest.raises(ValueError, match="notes.txt"):  # it would be removed with the old version

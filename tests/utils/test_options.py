@@ -72,6 +72,7 @@ def test_words_become_values(words: list[str], name: str, value: object) -> None
         (["a", "--out", "o", "--kind", "tre"], "Literal['chain', 'tree']. Got value: tre"),
         (["a", "--out", "o", "--sizes", "4,0"], "--sizes is 0 but must be an integer from 1 to"),
         (["--config", "none.yaml"], "none.yaml"),
+        (["--config", "/dev/null"], "--config /dev/null is no regular file"),
         ("kid: tree", "'kid' is not accepted"),
         ("top_k: null", "top_k is null but needs a value"),
         ("tag: [true]", "[True] is no str or a list"),
@@ -126,3 +127,5 @@ def test_help_has_a_group_for_each_class(capsys: pytest.CaptureFixture[str], mon
 def test_arguments_of_python_are_named_without_dashes() -> None:
     with pytest.raises(ValueError, match="^top_p is 2.0 but must be above 0.0 and at most 1.0"):
         SamplingParams(top_p=2.0)
+    with pytest.raises(TypeError, match="no max_tokens: the name is max_new_tokens"):
+        SamplingParams(max_tokens=3)  # type: ignore[call-arg]

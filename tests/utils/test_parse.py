@@ -42,7 +42,7 @@ def test_files_beyond_the_limits(read: Any, text: str, words: str, tmp_path: Pat
 def test_other_bytes_and_other_files(tmp_path: Path) -> None:
     for read in (read_json, read_yaml):
         (tmp_path / "latin").write_bytes(b'{"a": "\xff"}')
-        with pytest.raises(ValueError, match="latin: broken"):
+        with pytest.raises(ValueError, match="latin: (broken YAML|the text is not UTF-8)"):
             read(tmp_path / "latin")
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):

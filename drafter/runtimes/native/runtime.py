@@ -374,7 +374,10 @@ def rotation_table(config: Any, kind: str | None, head_dim: int, num_positions: 
         frequency = 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     else:
         given = {} if kind is None else {"layer_type": kind}
-        frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
+        try:
+            frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
+        except (ArithmeticError, ValueError) as error:
+            raise Unsuitable(f"its rotation of kind {name} has no tables ({error})") from error
     angle = torch.arange(num_positions).float()[:, None] * frequency.float()
     if not math.isfinite(factor) or not 0 < 2 * len(frequency) <= head_dim:
         raise Unsuitable("its rotation has no finite scale, or turns more numbers than a head has")
