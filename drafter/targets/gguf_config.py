@@ -25,12 +25,13 @@ _WIDE = {"gemma2": 46, "gemma3": 62}
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
-def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any]) -> Any:
+def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any], numbers: Callable[[str], Any]) -> Any:
     """The configuration of a file; None for an architecture that transformers reads whole.
 
     Args:
         value: of a key of the header, None where there is none; ARCH stands for the architecture's name.
-        tensors: the file's, by name, with ``shape``, inputs first, and ``data``.
+        tensors: the file's, by name, with ``shape``, outermost size first.
+        numbers: of a float32 tensor.
     """
     from transformers import AutoConfig
 
@@ -40,7 +41,7 @@ def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any]) -> A
     found = {field: value(f"ARCH.{key}") for key, field in names.items()}
     fields = {field: each for field, each in found.items() if each is not None}
     fields |= {field: value(f"tokenizer.ggml.{name}_token_id") for field, name in _TOKENS.items()}
-    fields |= {"vocab_size": int(tensors["token_embd.weight"].shape[1])}
+    fields |= {"vocab_size": tensors["token_embd.weight"].shape[0]}
     fields |= {"tie_word_embeddings": "output.weight" not in tensors}
     if kind == "phi3":
         head = fields["hidden_size"] // fields["num_attention_heads"]
@@ -48,9 +49,7 @@ def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any]) -> A
         if "rope_factors_short.weight" in tensors:
             length = value("ARCH.rope.scaling.original_context_length") or fields["max_position_embeddings"]
             fields["original_max_position_embeddings"] = length
-            parts = {
-                f"{name}_factor": tensors[f"rope_factors_{name}.weight"].data.tolist() for name in ("short", "long")
-            }
+            parts = {f"{name}_factor": numbers(f"rope_factors_{name}.weight").tolist() for name in ("short", "long")}
             fields["rope_parameters"] = {
                 "rope_type": "longrope", "rope_theta": fields.pop("rope_theta"), **parts,
                 "original_max_position_embeddings": length,

@@ -1,21 +1,61 @@
-"""Turn a GGUF file into a plain Hugging Face folder, once, in float32.
+"""Turn a GGUF file into a plain Hugging Face folder: configuration, tokenizer, and weights in float32 where asked.
 
-The folder spares later starts the de-quantising by transformers, and gives other tools a `model.safetensors`. float32
-keeps what the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 16-bit scales.
+Native runs read the file itself and need the folder without weights, which takes seconds: only the header is read. The
+weights spare torch the de-quantising by transformers, and give other tools a `model.safetensors`. float32 keeps what
+the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 16-bit scales.
 """
 
+import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from gguf import GGUFReader
-from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from gguf import GGMLQuantizationType
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from drafter.targets.gguf_config import config_of_gguf, correct
+from drafter.targets.gguf_header import Header, read_header
+
+_CONTROL = 3  # type of a token that stands for no text
+# Ends of a text, a turn or a message, by their texts: a header names one or two of the ends that its model writes.
+_ENDS = (
+    "<|endoftext|> <|end_of_text|> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <end_of_turn> <turn|> "
+    "<eos> </s> <EOT> [EOS] [EOT] <end_of_utterance> <|end_of_turn|> <｜end▁of▁sentence｜>"
+)
+_HARMLESS = ("rope_f",)  # tensors that are tables of a rotation, which the configuration has
+# How byte-level tokenizers cut a text before they merge, by the names that GGUF files give; one after the other.
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN = _LLAMA.replace("{1,3}", "")
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_RULES: dict[tuple[str, ...], str] = {
+    (_GPT2,): "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 mellum a.x-4.0 gigachat modern-bert",
+    (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    (_LLAMA,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
+    (_QWEN,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    (_QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),): "qwen35",
+    (_CASED.replace("END", "").replace("DIGITS", ""),): "tekken",
+    (_CASED.replace("END", f"{_SUFFIX}?").replace("DIGITS", "{1,3}"),): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    (r"\p{N}{1,3}", _CJK, _DEEPSEEK): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+}
+_CUTS = {name: patterns for patterns, names in _RULES.items() for name in names.split()}
 
 
 def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
@@ -25,35 +65,32 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     model's float32 size of memory. Without `has_weights` the folder gets no model.safetensors.
 
     Raises:
-        ValueError: the file is damaged, its architecture or its rotation of positions is unknown.
+        ValueError: the file is damaged, holds tensors that its model does not read, or its architecture, its rotation
+            of positions or the cuts of its tokenizer are unknown.
     """
     try:
-        reader = GGUFReader(file)
-        _check_layers(reader)
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        found = config_of_gguf(partial(_value, reader), tensors) or AutoConfig.from_pretrained(
-            file.parent, gguf_file=file.name
-        )
-        correct(found, _value(reader, "general.architecture"))
-        _check_size(reader, found)
-        refusal = _rotate(found, reader)
+        header = read_header(file, has_lists=True)
+        _check_layers(header)
+        found = config_of_gguf(partial(_value, header), header.tensors, partial(_numbers, header))
+        found = found or _read_config(header, folder)
+        correct(found, _value(header, "general.architecture"))
+        refusal = _rotate(found, header) or _check_tensors(header, found)
         model = _load_model(file) if has_weights and not refusal else None
-        tokenizer = _load_tokenizer(file, reader, found.max_position_embeddings)
+        tokenizer = _load_tokenizer(file, header, found)
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
-        # What ends an answer: the end of the text, of a turn (another token for Gemma) and of a message.
-        asked = [found.eos_token_id, *(_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))]
     except Exception as error:
         # transformers and gguf parse the bytes: damaged ones raise errors of any type there.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{file} cannot be read as a GGUF model ({reason}). It may be damaged: fetch it again."
         ) from error
+    refusal = refusal or _cut(tokenizer, header)
     if refusal:
-        raise ValueError(f"{file} turns positions in a way that is not known here ({refusal}): use the model's hub id")
+        raise ValueError(f"{file} {refusal}: use the model's hub id")
     marks = ("quantization_config", "_model_name_or_path")  # of the file, not of the plain weights
     description = {key: value for key, value in found.to_dict().items() if key not in marks}
     config = type(found).from_dict({**description, "architectures": [architecture]})
-    ends = list(dict.fromkeys(token for token in asked if token is not None)) or [None]
+    ends = list(dict.fromkeys(_ends(header, found.eos_token_id))) or [None]
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, eos_token_id=ends if ends[1:] else ends[0]
     )
@@ -66,51 +103,93 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _value(reader: Any, key: str) -> Any:
+def _value(header: Header, key: str) -> Any:
     """A value of the header; None where the header lacks the key. ARCH stands for the architecture's name."""
     if key.startswith("ARCH."):
-        key = _value(reader, "general.architecture") + key[4:]
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
+        key = header.values["general.architecture"] + key[4:]
+    return header.values.get(key)
 
 
-def _check_layers(reader: Any) -> None:
+def _ends(header: Header, of_text: Any) -> Iterator[int]:
+    """The tokens that end an answer: those that the header names, and control tokens with the text of an end."""
+    for token in (of_text, *(_value(header, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))):
+        yield from () if token is None else (token,) if isinstance(token, int) else token
+    pairs = zip(
+        _value(header, "tokenizer.ggml.tokens"), _value(header, "tokenizer.ggml.token_type") or (), strict=False
+    )
+    found = {text: token for token, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in _ENDS.split()}
+    if "<|return|>" in found:
+        found.pop("<|end|>", None)  # there the end of a message that another message follows
+    yield from found.values()
+
+
+def _check_layers(header: Header) -> None:
     """ValueError unless the tensors are of as many layers as the header says, before anything has that many parts."""
-    layers = {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name.startswith("blk.")}
-    if (wanted := _value(reader, "ARCH.block_count")) != len(layers):
+    layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if (wanted := _value(header, "ARCH.block_count")) != len(layers):
         raise ValueError(f"its header names {wanted} layers, and it holds tensors of {len(layers)}")
 
 
-def _check_size(reader: Any, config: Any) -> None:
-    """ValueError if the file holds fewer values than the model of its header has."""
-    num_held = sum(int(tensor.n_elements) for tensor in reader.tensors)
+def _read_config(header: Header, folder: Path) -> Any:
+    """The configuration as transformers reads it, from a file without the vocabulary and without tensors, which is read
+    in no time."""
+    small = folder / "header.gguf"
+    end = max((tensor.start for tensor in header.tensors.values()), default=0)
+    with small.open("wb") as stream:
+        stream.write(header.small)
+        stream.truncate(len(header.small) + len(header.memory) - min(end, len(header.memory)) + end)
+    try:
+        config = AutoConfig.from_pretrained(folder, gguf_file=small.name)
+    finally:
+        small.unlink()
+    number = _value(header, "ARCH.vocab_size")
+    config.vocab_size = len(header.values["tokenizer.ggml.tokens"]) if number is None else number
+    return config
+
+
+def _check_tensors(header: Header, config: Any) -> str:
+    """What is wrong with tensors that the header's model does not read; empty where there are none.
+
+    ValueError if the file holds fewer values than the model of its header has.
+    """
+    import gguf
+
+    held = {name: math.prod(each.shape) for name, each in header.tensors.items() if not name.startswith(_HARMLESS)}
     with torch.device("meta"):
-        wanted = AutoModelForCausalLM.from_config(config).num_parameters()
-    if num_held < wanted:
-        raise ValueError(f"it holds {num_held:,} values, and the model of its header has {wanted:,}")
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = model.num_parameters()
+    if sum(held.values()) < wanted:
+        raise ValueError(f"it holds {sum(held.values()):,} values, and the model of its header has {wanted:,}")
+    if sum(held.values()) == wanted:
+        return ""
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _value(header, "general.architecture"))
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
+    return f"holds tensors that its model does not read ({min(held.keys() - known, default='by their sizes')})"
 
 
-def _rotate(config: Any, reader: Any) -> str:
+def _rotate(config: Any, header: Header) -> str:
     """Give the config the scaled rotation of positions that the file names, which transformers does not read.
 
     Returns:
         What is not known of the file's rotation; empty where the config has all of it.
     """
+    unknown = "turns positions in a way that is not known here (%s)"
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # the other layers of such models are not scaled
     names = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
-    kind, factor, length, *betas = (_value(reader, f"ARCH.rope.scaling.{name}") for name in names)
-    others = [_value(reader, f"ARCH.rope.scaling.{name}") for name in ("attn_factor", "yarn_log_multiplier", "alpha")]
-    divisors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
-    if old_factor := _value(reader, "ARCH.rope.scale_linear"):
+    kind, factor, length, *betas = (_value(header, f"ARCH.rope.scaling.{name}") for name in names)
+    others = [_value(header, f"ARCH.rope.scaling.{name}") for name in ("attn_factor", "yarn_log_multiplier", "alpha")]
+    divisors = {name: _numbers(header, name) for name in header.tensors if name.startswith("rope_f")}
+    if old_factor := _value(header, "ARCH.rope.scale_linear"):
         kind, factor = "linear", old_factor
     if rope.get("rope_type", "default") != "default":
         return ""  # transformers has read it
-    count, size = (_value(reader, f"ARCH.{name}") for name in ("rope.dimension_count", "attention.key_length"))
+    count, size = (_value(header, f"ARCH.{name}") for name in ("rope.dimension_count", "attention.key_length"))
     size = size or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     if rope and count not in (None, getattr(config, "rotary_dim", None) or int(size * share)):
-        return f"rope.dimension_count {count} of heads of {size}"
+        return unknown % f"rope.dimension_count {count} of heads of {size}"
     if kind in (None, "none", "linear") and factor in (None, 1.0) and not divisors:
         return ""
     if rope and not divisors and factor and all(value in (None, 0.0, 1.0) for value in others):
@@ -125,7 +204,15 @@ def _rotate(config: Any, reader: Any) -> str:
     is_known = kind in (None, "none") and set(divisors) == {"rope_freqs.weight"} and rope
     if is_known and _divide(config, rope, divisors["rope_freqs.weight"]):
         return ""
-    return ", ".join([f"rope.scaling.type {kind}", *sorted(divisors)])
+    return unknown % ", ".join([f"rope.scaling.type {kind}", *sorted(divisors)])
+
+
+def _numbers(header: Header, name: str) -> Any:
+    """The numbers of a float32 tensor; of another type, none."""
+    shape, kind, start = header.tensors[name]
+    if kind != GGMLQuantizationType.F32:
+        return np.empty(0, np.float32)
+    return header.memory[start : start + 4 * math.prod(shape)].view(np.float32)
 
 
 def _divide(config: Any, rope: dict[str, Any], divisors: Any) -> bool:
@@ -150,15 +237,33 @@ def _load_model(file: Path) -> Any:
     return model
 
 
-def _load_tokenizer(file: Path, reader: Any, max_length: int) -> Any:
-    """The tokenizer of `file` with its chat template."""
-    # Not by AutoTokenizer, which asks for a configuration that transformers reads.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.model_max_length = max_length
-    if _value(reader, "tokenizer.ggml.pre") == "smollm":
-        # The file names its pre-tokenizer, transformers does not read the name: "smollm" stands for single digits
-        # first, then GPT-2's pattern. Without it "  123" is cut into other tokens than the model was trained on.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
+    """The tokenizer of `file` with its chat template.
+
+    The class that transformers has for the model reads the file at once; AutoTokenizer reads all lists twice before.
+    """
+    kind = config.model_type
+    if TOKENIZER_MAPPING_NAMES.get(kind):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, tokenizer_type=kind)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.model_max_length = config.max_position_embeddings
     return tokenizer
+
+
+def _cut(tokenizer: Any, header: Header) -> str:
+    """Let a byte-level tokenizer cut a text by the rule that the file names, where transformers does not know most.
+
+    Returns:
+        What is not known; empty for a known rule, or for a file that names none.
+    """
+    name = _value(header, "tokenizer.ggml.pre")
+    if _value(header, "tokenizer.ggml.model") != "gpt2" or name in (None, "default"):
+        return ""
+    if name not in _CUTS:
+        return f"cuts text by a rule that is not known here (tokenizer.ggml.pre {name!r})"
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _CUTS[name]]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return ""

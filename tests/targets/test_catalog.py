@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from drafter.targets import catalog, gguf_file
 from drafter.targets.catalog import ALIASES, check_name, fetch, home_folder, key_of, load_tokenizer, place_of
@@ -84,7 +84,7 @@ def test_fetch_joins_the_parts_and_a_plain_folder_is_made_when_asked(
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert not hasattr(model.config, "quantization_config")
-    assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (2, 1)
+    assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == ([2, 0], 1)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     # The weights are those that transformers reads from the GGUF file itself.
     direct = AutoModelForCausalLM.from_pretrained(wheel.parent, gguf_file="tiny.gguf", dtype=torch.float32)
@@ -148,11 +148,30 @@ def test_a_gguf_file_of_the_hub_by_its_name_or_quantisation(tmp_path: Path, monk
         check_name("owner/name:q8_0")
 
 
-def test_pre_tokenizer_is_the_one_that_the_file_names(tmp_path: Path) -> None:
-    named = AutoTokenizer.from_pretrained(place_of(str(write_gguf(tmp_path / "a.gguf", pre_tokenizer="smollm"))))
-    other = AutoTokenizer.from_pretrained(place_of(str(write_gguf(tmp_path / "b.gguf", pre_tokenizer="default"))))
-    assert named.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
-    assert other.tokenize("a  12") == ["a", "Ġ", "Ġ", "1", "2"]
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("smollm", ["a", "ĠĠ", "1", "2"]),
+        ("starcoder", ["a", "ĠĠ", "1", "2"]),
+        ("gpt-2", ["a", "Ġ", "Ġ", "1", "2"]),
+        ("default", ["a", "Ġ", "Ġ", "1", "2"]),
+        ("madeup", None),
+    ],
+)
+def test_a_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path, name: str, pieces: list[str] | None) -> None:
+    file = write_gguf(tmp_path / "a.gguf", pre_tokenizer=name)
+    if pieces is None:
+        with pytest.raises(ValueError, match=r"a rule that is not known here \(tokenizer.ggml.pre 'madeup'\)"):
+            load_tokenizer(str(file))
+    else:
+        assert load_tokenizer(str(file)).tokenize("a  12") == pieces
+
+
+def test_known_rules_are_those_of_tokenizers_that_transformers_has() -> None:
+    """Where transformers knows a name, its rule is the same."""
+    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    names = theirs.keys() & gguf_file._CUTS.keys()
+    assert len(names) > 15 and all(gguf_file._CUTS[name] == (theirs[name],) for name in names)
 
 
 def test_another_wheel_is_refused_and_finished_parts_are_kept(

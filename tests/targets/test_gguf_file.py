@@ -1,5 +1,6 @@
 """What a GGUF file says beside its weights: the rotation of positions, and the tokens that end an answer."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,21 @@ def test_a_rotation_that_is_not_known_is_refused(tmp_path: Path, more: Callable[
         converted(tmp_path / "odd", more)
 
 
-def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
-    """Gemma's end of a turn is not the end of the text."""
-    folders = [converted(tmp_path / "one"), converted(tmp_path / "two", lambda writer: writer.add_eot_token_id(0))]
-    ends = [load_target(str(folder), device="cpu", runtime="torch").eos_token_ids for folder in folders]
-    assert ends == [(2,), (2, 0)]
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        (lambda writer: None, [2, 0]),  # the header names the first, its text is that of an end
+        (lambda writer: writer.add_eot_token_id(1), [2, 1, 0]),  # Gemma's end of a turn is not the end of the text
+        (lambda writer: writer.add_token_types([1] * 260), 2),  # ordinary tokens
+    ],
+)
+def test_an_answer_ends_where_the_header_or_a_control_token_says(
+    tmp_path: Path, more: Callable[[Any], None], ends: list[int] | int
+) -> None:
+    assert json.loads((converted(tmp_path / "a", more) / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.attn_sinks.weight", "more.weight"])
+def test_a_tensor_that_the_model_does_not_read_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"holds tensors that its model does not read \({name}\)"):
+        converted(tmp_path / "odd", lambda writer: writer.add_tensor(name, np.ones(32, np.float32)))

@@ -6,9 +6,7 @@ to two tensors, so that what is read is never more than the file. Sources: the f
 
 import json
 import math
-import mmap
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +17,9 @@ from torch import Tensor
 
 from drafter.kernels import native
 from drafter.runtimes.base import Unsuitable
+from drafter.targets.gguf_header import mapped, read_header
 
 _MOST_HEADER = 100 << 20  # bytes, of a safetensors file
-_MOST_VALUES = 1 << 24  # of a list or a text in the header of a GGUF file
 _MOST_SIZES = 8  # of a shape
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Of GGUF: number -> (kind, numbers of a block, its bytes, where its float16 numbers stand).
@@ -34,8 +32,6 @@ _GGUF: dict[int, tuple[str, int, int, Sequence[int]]] = {
 }  # fmt: skip
 _BLOCKS = {kind: (numbers, size) for kind, numbers, size, _ in _GGUF.values()}
 _SCALES = {kind: places for kind, _, _, places in _GGUF.values()}
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 
 
 class Stored(NamedTuple):
@@ -99,7 +95,7 @@ def open_safetensors(files: Iterable[Path]) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     for file in files:
-        memory = _mapped(file)
+        memory = mapped(file)
         size = int.from_bytes(memory[:8].tobytes(), "little")
         if len(memory) < 8 or not 0 < size <= min(len(memory) - 8, _MOST_HEADER):
             raise ValueError(f"{file} is damaged: its header of {size} bytes does not fit the file")
@@ -156,92 +152,27 @@ class GGUF(NamedTuple):
 
 
 def open_gguf(file: Path) -> GGUF:
-    """Read the header of a GGUF file; lists such as the vocabulary are passed over.
+    """The tensors of a GGUF file.
 
     Raises:
         ValueError: a header that does not describe its file; names the file.
     """
-    memory = _mapped(file)
-    try:
-        return _read_gguf(memory)
-    except (struct.error, IndexError, KeyError, UnicodeDecodeError, OverflowError, MemoryError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: its header is no GGUF ({error})") from error
-
-
-def _read_gguf(memory: np.ndarray) -> GGUF:
-    view, at = memoryview(memory.data), 24
-    magic, version, num_tensors, num_keys = struct.unpack_from("<4sIQQ", view)
-    if magic != b"GGUF" or version not in (2, 3) or max(num_tensors, num_keys) > len(view):
-        raise ValueError(f"version {version}, {num_tensors} tensors, {num_keys} keys")
-
-    def text() -> str:
-        nonlocal at
-        (size,) = struct.unpack_from("<Q", view, at)
-        at += 8 + size
-        if at > len(view) or size > _MOST_VALUES:
-            raise ValueError(f"a text of {size} bytes")
-        return str(view[at - size : at], "utf-8")
-
-    def value(kind: int) -> Any:
-        nonlocal at
-        if kind == _STRING:
-            return text()
-        if kind != _ARRAY:
-            code = "<" + _SCALARS[kind]
-            (found,) = struct.unpack_from(code, view, at)
-            at += struct.calcsize(code)
-            return found
-        inner, number = struct.unpack_from("<IQ", view, at)
-        at += 12
-        if number > _MOST_VALUES:
-            raise ValueError(f"a list of {number} values")
-        if inner == _STRING:
-            unpack = struct.Struct("<Q").unpack_from
-            for _ in range(number):
-                at += 8 + unpack(view, at)[0]
-        elif inner == _ARRAY:
-            raise ValueError("a list of lists")
-        else:
-            at += number * struct.calcsize("<" + _SCALARS[inner])
-        if at > len(view):
-            raise ValueError("a list ends behind the file")
-        return None
-
-    scalars: dict[str, Any] = {}
-    for _ in range(num_keys):
-        key = text()
-        if key in scalars:
-            raise ValueError(f"{key[:80]!r} twice")
-        (kind,) = struct.unpack_from("<I", view, at)
-        at += 4
-        scalars[key] = value(kind)
-    infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
-    for _ in range(num_tensors):
-        name = text()
-        if name in infos:
-            raise ValueError(f"{name[:80]!r} twice")
-        (rank,) = struct.unpack_from("<I", view, at)
-        if not 1 <= rank <= 4:
-            raise ValueError(f"{name[:80]!r} has {rank} dimensions")
-        *sizes, kind, offset = struct.unpack_from(f"<{rank}QIQ", view, at + 4)
-        at += 4 + 8 * rank + 12
-        infos[name] = tuple(reversed(sizes)), kind, offset
-    alignment = scalars.get("general.alignment", 32)
-    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
-        raise ValueError(f"an alignment of {alignment}")
-    start = -(-at // alignment) * alignment
+    header = read_header(file)
     tensors: dict[str, Stored] = {}
     places = []
-    for name, (shape, number, offset) in infos.items():
-        kind, block, size, _ = _GGUF.get(number) or (_name_of(number), 1, 0, ())  # the last: refused by who asks for it
-        place, num_bytes = start + offset, math.prod(shape) // block * size
-        if not all(shape) or shape[-1] % block or offset % alignment or place + num_bytes > len(view):
-            raise ValueError(f"{name[:80]!r}, {kind} {list(shape)}, does not fit the file")
-        rows = math.prod(shape[:-1]) if size else 1
-        tensors[name] = Stored(kind, shape, memory[place : place + num_bytes].reshape(rows, -1))
-        places.append((place, place + num_bytes, name))
-    _check_apart(places)
-    return GGUF(scalars, tensors)
+    try:
+        for name, (shape, number, start) in header.tensors.items():
+            kind, block, size, _ = _GGUF.get(number) or (_name_of(number), 1, 0, ())  # the last: refused by who asks
+            stop = start + math.prod(shape) // block * size
+            if shape[-1] % block or stop > len(header.memory):
+                raise ValueError(f"{name[:80]!r}, {kind} {list(shape)}, does not fit the file")
+            rows = math.prod(shape[:-1]) if size else 1
+            tensors[name] = Stored(kind, shape, header.memory[start:stop].reshape(rows, -1))
+            places.append((start, stop, name))
+        _check_apart(places)
+    except (MemoryError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: its header is no GGUF ({error})") from error
+    return GGUF(header.values, tensors)
 
 
 # Names of transformers by the names of GGUF: of the model, and of a layer.
@@ -335,10 +266,3 @@ def _check_scales(stored: Stored) -> None:
         exponents = block[:, at + 1] & 0x7C
         if (exponents == 0x7C).any():
             raise ValueError(f"a scale of a {stored.kind} matrix is no finite number: the file is damaged")
-
-
-def _mapped(file: Path) -> np.ndarray:
-    with file.open("rb") as stream:
-        if not file.stat().st_size:
-            raise ValueError(f"{file} is empty")
-        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
