@@ -1,6 +1,7 @@
 """Proposer: the base class of every way to draft, and the tensors that a proposer reads.
 
-Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S cache slots.
+Shapes: B rows · N tree nodes · L draft length · V target vocabulary · D hidden size · C context size · S cache slots ·
+P tokens of a prediction.
 """
 
 import math
@@ -25,6 +26,14 @@ class RowState(NamedTuple):
     is_active_B: Tensor  # True for rows that decode; rows in prefill and padding rows are False
     warp: Warp  # temperature and filters of each row
     num_visible: int  # slots that the longest row may use in this step, its tree included, rounded up; no history there
+    prediction_BP: Tensor | None = None  # text that copies are taken from, besides prompt and answer
+
+    def text(self) -> tuple[Tensor, Tensor]:
+        """What copies are taken from, token ids [B, S], and the root's place in it [B]: prediction, prompt, answer."""
+        history_BS = self.history_BS[:, : self.num_visible]
+        if self.prediction_BP is None:
+            return history_BS, self.length_B
+        return torch.cat([self.prediction_BP, history_BS], dim=1), self.length_B + self.prediction_BP.shape[1]
 
 
 class Proposer:

@@ -102,6 +102,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raw: bool = False,
+        options: RequestOptions | None = None,
     ) -> list[Request]:
         """Answer prompts.
 
@@ -109,6 +110,7 @@ class Engine:
             prompts: texts (one user message each, or raw text), message lists, or token id lists.
             params: one for all prompts, or one for each prompt.
             raw: texts go to the model as they are, without chat template.
+            options: of every prompt.
 
         Returns:
             Finished requests in the order of the prompts.
@@ -116,7 +118,7 @@ class Engine:
         Raises:
             ValueError: an empty or too long prompt, parameters that need a tokenizer, or another call is running.
         """
-        events = self.stream(prompts, params, raw=raw)
+        events = self.stream(prompts, params, raw=raw, options=options)
         done = {event.index: event.completion for event in events if event.completion is not None}
         return [done[index] for index in range(len(prompts))]
 
@@ -126,6 +128,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raw: bool = False,
+        options: RequestOptions | None = None,
     ) -> Generator[StreamEvent, None, None]:
         """Answer prompts; yields the new tokens after every step. Arguments and errors as of :meth:`generate`."""
         if not prompts:
@@ -136,7 +139,7 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
         encoded = encode_prompts(self.target, prompts, raw=raw)
-        requests = [self.make_request(ids, one) for ids, one in zip(encoded, each, strict=True)]
+        requests = [self.make_request(ids, one, options) for ids, one in zip(encoded, each, strict=True)]
         self.reserve(max(map(self._num_slots_of, requests)))
         place_of = {request.request_id: place for place, request in enumerate(requests)}
         try:
@@ -217,16 +220,16 @@ class Engine:
         """
         if not prompt_ids:
             raise ValueError("a prompt is empty: every prompt needs at least one token")
-        named = chain(prompt_ids, params.logit_bias)
-        bad = next((token for token in named if not 0 <= token < self.target.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
         room = self._max_model_len - len(prompt_ids)
         if room < 1:
             raise ValueError(
                 f"a prompt has {len(prompt_ids)} tokens but the context is {self._max_model_len}: shorten it"
                 + (" or raise --max-model-len" if self._max_model_len < self.target.max_length else "")
             )
+        named = chain(prompt_ids, params.logit_bias)
+        bad = next((token for token in named if not 0 <= token < self.target.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
         has_text = want_text and self.target.tokenizer is not None
         if params.stop and not has_text:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")

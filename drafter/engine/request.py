@@ -1,6 +1,8 @@
 """A request: the forms of its prompt, its tokens, its text while tokens come, its end, its results. No torch here."""
 
 import time
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -96,6 +98,10 @@ class IncrementalText:
             self._stop = ()
         del self._decode  # an answer may be copied and pickled, and keeps no target in memory
 
+    def end_at(self, length: int) -> None:
+        """End the text after so many characters."""
+        self.is_stopped, self._seen = True, self._seen[:length]
+
     def take(self) -> str:
         """The text that became certain since the last call."""
         start, text = self._num_given, self.text
@@ -127,6 +133,7 @@ class RequestOptions(Checked):
     # Return the log-probabilities of the tokens and of this number of likeliest tokens at each position.
     num_logprobs: int | None = within(None, low=0, high=2**31)
     want_tree: bool = False  # return the draft tree of every step
+    prediction_ids: tuple[int, ...] = ()  # text that drafts are copied from, besides prompt and answer
 
 
 @dataclass
@@ -174,6 +181,23 @@ class Request:
     def num_target_forwards(self) -> int:
         """Target forwards that generated tokens (prefill not counted)."""
         return len(self.num_accepted)
+
+    @property
+    def num_predicted(self) -> int:
+        """Accepted draft tokens that stand in the prediction, each place of the prediction counted once."""
+        text, tokens, place, number = self.options.prediction_ids, self.token_ids, 0, 0
+        behind = defaultdict[tuple[int, int], list[int]](list)  # the places behind each pair of tokens
+        for at in range(1, len(text)):
+            behind[text[at - 1], text[at]].append(at + 1)
+        is_drafted = (flag for accepted in self.num_accepted for flag in (*[True] * accepted, False))
+        for at, flag in zip(range(len(tokens)), is_drafted, strict=False):
+            if place < len(text) and text[place] == tokens[at]:
+                place, number = place + 1, number + flag
+            elif at and (later := behind.get((tokens[at - 1], tokens[at]))):
+                found = bisect_right(later, place)
+                if found < len(later):
+                    place, number = later[found], number + flag
+        return number
 
     @property
     def is_finished(self) -> bool:

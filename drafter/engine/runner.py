@@ -70,6 +70,8 @@ class Runner:
         self._state_BX = torch.zeros(num_rows, 4 + num_slots + 1, dtype=torch.int64, device=device)
         self._root_B, self._length_B, self._seed_B, self._num_prompt_B = self._state_BX[:, :4].unbind(1)
         self._history_BS = self._state_BX[:, 4:]
+        self._num_predicted = [0] * num_rows
+        self._prediction_BS: Tensor | None = None  # from the first prediction on; right-aligned, an end behind each
         context_size = target.hidden_size * max(1, len(context_layers))
         self._context_BC = torch.zeros(num_rows, context_size, dtype=target.dtype, device=device)
         self._params = [_NO_PARAMS] * num_rows
@@ -92,6 +94,20 @@ class Runner:
         self._state_BX[row, : len(state_X)] = to_device(self.target.device, state_X)[0]
         self._context_BC[row] = 0
         self._params[row] = params
+        self._predict(row, request.options.prediction_ids)
+
+    def _predict(self, row: int, token_ids: Sequence[int]) -> None:
+        """Keep the last tokens of a row's prediction, as many as a row has slots."""
+        kept = token_ids[1 - self.num_slots :]
+        self._num_predicted[row] = len(kept)
+        end = next(iter(self.target.eos_token_ids), 0)
+        if kept and self._prediction_BS is None:
+            self._prediction_BS = torch.full_like(self._history_BS, end)
+        if self._prediction_BS is not None:
+            self._prediction_BS[row] = end
+            if kept:
+                tokens = to_device(self.target.device, torch.tensor(kept))[0]
+                self._prediction_BS[row, -1 - len(kept) : -1] = tokens
 
     def vacate(self, first_row: int) -> None:
         """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
@@ -99,12 +115,15 @@ class Runner:
         if any(params is not _NO_PARAMS for params in left):
             self._length_B[first_row:] = 0
             self._params[first_row:] = [_NO_PARAMS] * len(left)
+            self._num_predicted[first_row:] = [0] * len(left)
 
     def move(self, source: int, destination: int, num_slots: int) -> None:
         """Copy a row's first ``num_slots`` slots and its state to another row."""
         self.cache.copy_row(source, destination, num_slots)
-        for state in (self._state_BX, self._context_BC):
-            state[destination] = state[source]
+        for state in (self._state_BX, self._context_BC, self._prediction_BS):
+            if state is not None:
+                state[destination] = state[source]
+        self._num_predicted[destination] = self._num_predicted[source]
         self._params[destination] = self._params[source]
 
     @torch.inference_mode()
@@ -155,6 +174,9 @@ class Runner:
         self._tell(requests)
         wanted = self._wanted(requests)
         decided = self._views.of(num_rows)
+        prediction_BP, num_predicted = None, max(self._num_predicted[:num_rows])
+        if num_predicted and self._prediction_BS is not None:
+            prediction_BP = self._prediction_BS[:num_rows, -self.visible_slots(num_predicted + 1) :]
         rows = RowState(
             root_B=self._root_B[:num_rows],
             length_B=self._length_B[:num_rows],
@@ -164,8 +186,9 @@ class Runner:
             is_active_B=decided["is_active_B"],
             warp=self._warp._replace(**{name: decided[name] for name in self._warp.by_row}),  # type: ignore[arg-type]
             num_visible=self.visible_slots(max_committed + proposer.num_nodes),
+            prediction_BP=prediction_BP,
         )
-        key = num_rows, rows.num_visible, rows.warp.facts, self._rule_names, wanted[1:]
+        key = num_rows, rows.num_visible, prediction_BP is None, rows.warp.facts, self._rule_names, wanted[1:]
         run = partial(self._run, proposer, rows, wanted, is_trial=not requests)
         words_X, results = self._graphs.run(proposer, key, run)
         return self._hand_out(words_X, results, requests)

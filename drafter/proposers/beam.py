@@ -180,7 +180,7 @@ class BeamProposer(Proposer):
         if self._native_search is not None:
             return self._native_search(rows, noise)
         noise = noise if self._drafting.coupled else None
-        copies = Copies.of(rows.history_BS[:, : rows.num_visible], rows.length_B, self._odds_X)
+        copies = Copies.of(*rows.text(), self._odds_X)
         levels, copies = self._drafted_levels(rows, copies, noise)
         levels += self._copied_levels(levels[-1], copies, rows.warp, noise)
         starts = [-1, 0, *accumulate(self.level_sizes)]  # where the level above begins; the root is -1

@@ -22,7 +22,10 @@ from drafter.utils.validate import within
 
 # Odds that the text continues like a match of 1, 2, ..., 8 or more tokens, when there is no other match.
 # Counted on 496 greedy answers of a 135M chat model to questions, summaries and chat (75,000 positions).
-_ODDS = (0.48, 1.36, 1.92, 2.6, 2.75, 3.2, 4.3, 8.5)
+# Behind matches of more tokens, which a copy makes that goes on: 8.5 at 8 tokens, 25 at 16, 68 at 32.
+_LONG_MATCH = 16  # tokens, from which on a chain may have more nodes than the usual tree
+_MAX_NGRAM = 8  # of the search; longer matches are measured afterwards
+_ODDS = (0.48, 1.36, 1.92, 2.6, 2.75, 3.2, 4.3, *(8.5 * (size / 8) ** 1.5 for size in range(8, 33)))
 # Relative weight of a match against a match that is one token shorter and continues differently.
 _WEIGHT_PER_TOKEN = 2.0
 
@@ -65,6 +68,17 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
     return torch.minimum(index_BW, (position_B[:, None] - 1).clamp_min(0)), key_BW // num_slots
 
 
+def lengthen(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, size_BW: Tensor, most: int) -> Tensor:
+    """The sizes of matches, up to ``most`` tokens where the search stopped at fewer: int64 [B, W]."""
+    back_G = torch.arange(most, device=history_BS.device)
+    own_BG = (position_B[:, None] - back_G).clamp_min(0)
+    place_BWG = match_BW[:, :, None] - back_G
+    is_same_BWG = history_BS.gather(1, place_BWG.clamp_min(0).flatten(1)).view(place_BWG.shape) == history_BS.gather(
+        1, own_BG
+    ).unsqueeze(1)
+    return (is_same_BWG & (place_BWG >= 0)).cumprod(dim=2).sum(dim=2).maximum(size_BW) * (size_BW > 0)
+
+
 def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num_tokens: int) -> Tensor:
     """The L tokens after each match of :func:`find_matches`, int64 [B, W, L].
 
@@ -84,7 +98,7 @@ class LookupDrafting(Drafting):
     method: ClassVar = "lookup"
     tree_size: int = within(24, low=1, high=1024)
     num_matches: int = within(8, low=1, high=256)  # that are followed; 1 drafts a chain
-    lookup_length: int = within(10, low=1, high=64)  # tokens that one match proposes
+    lookup_length: int = within(32, low=1, high=64)  # tokens that one match proposes
     least_probability: float = within(0.1, low=0.0)  # of a node, where a tree of fewer nodes costs less
 
     @classmethod
@@ -111,18 +125,21 @@ class LookupProposer(Proposer):
     """
 
     def __init__(self, drafting: LookupDrafting, device: torch.device) -> None:
-        self.num_matches = drafting.num_matches
-        self.length = min(drafting.lookup_length, drafting.tree_size - 1)
-        super().__init__((self.num_matches,) * self.length, drafting.tree_size)
+        self.num_matches, self._num_usual = drafting.num_matches, drafting.tree_size
+        # On a CPU, where a smaller tree costs less, a long match may have a chain of this length.
+        num_nodes = drafting.tree_size if device.type != "cpu" else max(drafting.tree_size, drafting.lookup_length + 1)
+        self.length = min(drafting.lookup_length, num_nodes - 1)
+        super().__init__((self.num_matches,) * self.length, num_nodes)
         self.least_score = math.log(drafting.least_probability) if drafting.least_probability else -math.inf
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
 
     def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList:
         """Place l * W + w holds token l of match w, and no node where an earlier match proposes the same tokens."""
-        history_BS = rows.history_BS[:, : rows.num_visible]
-        match_BW, size_BW = find_matches(history_BS, rows.length_B, len(_ODDS), self.num_matches)
-        token_BLW = follow_matches(history_BS, rows.length_B, match_BW, self.length).transpose(1, 2)
+        history_BS, position_B = rows.text()
+        match_BW, size_BW = find_matches(history_BS, position_B, _MAX_NGRAM, self.num_matches)
+        size_BW = lengthen(history_BS, position_B, match_BW, size_BW, len(_ODDS))
+        token_BLW = follow_matches(history_BS, position_B, match_BW, self.length).transpose(1, 2)
         # same[b, l, i, j]: match j, if there is one, proposes the same l + 1 tokens as match i.
         equal_BLWW = token_BLW[:, :, :, None] == token_BLW[:, :, None, :]
         same_BLWW = equal_BLWW.cumprod(dim=1).bool() & (size_BW > 0)[:, None, None, :]
@@ -132,7 +149,12 @@ class LookupProposer(Proposer):
         step_L1 = torch.arange(self.length, device=match_BW.device)[:, None]
         parent_BLW = (step_L1 - 1) * self.num_matches + first_BLW.roll(1, dims=1)
         score_BLW = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf)
-        return NodeList(token_BLW.flatten(1), parent_BLW.where(step_L1 > 0, -1).flatten(1), score_BLW.flatten(1))
+        score_BM = score_BLW.flatten(1)
+        if self._num_usual < self.num_nodes:
+            least_B1 = score_BM.topk(self._num_usual, dim=1).values[:, -1:]
+            is_long_B1 = (size_BW >= _LONG_MATCH).any(dim=1, keepdim=True)
+            score_BM = score_BM.masked_fill((score_BM <= least_B1) & ~is_long_B1, -torch.inf)
+        return NodeList(token_BLW.flatten(1), parent_BLW.where(step_L1 > 0, -1).flatten(1), score_BM)
 
     def _score(self, same_BLWW: Tensor, size_BW: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, -inf without a match, [B, L, W]."""

@@ -72,8 +72,10 @@ class NativeSearch:
         num_rows = len(rows.root_B)
         is_fused = self._drafter.fuse_context is not None  # a module's dtype costs a walk over its parts
         hidden_BD = (self._drafter.fuse(rows.context_BC) if is_fused else rows.context_BC).float().contiguous()
-        root_B, position_B = rows.root_B.contiguous(), rows.length_B.contiguous()
-        history_BS = rows.history_BS[:, : rows.num_visible].contiguous()
+        history_BS, position_B = (each.contiguous() for each in rows.text())
+        root_B = rows.root_B.contiguous()
+        if rows.prediction_BP is not None:
+            noise = None  # the search counts the noise's places from the beginning of the text
         num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best
         token_BM = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
         parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, num_nodes)

@@ -6,15 +6,18 @@ everything here runs on the event loop, which makes text and the entries of ``ch
 """
 
 import asyncio
+import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
-from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest
+from drafter.serving.protocol import ApiError, ChatRequest, Generation
+from drafter.serving.tools import ToolParser
 
+_Rendered = TypeVar("_Rendered")
 _LEAST_LOGPROB = -9999.0  # the API writes this number for minus infinity, which JSON lacks
 
 # The characters that byte-level tokenizers write for bytes: a byte's own where it has a visible one, else from U+0100.
@@ -66,14 +69,22 @@ class Answer:
 
     Args:
         requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
+        new_parser: makes what finds calls in a text; None: the text may call no function.
 
     Attributes:
         arrived: time of the construction, by ``time.perf_counter``.
     """
 
-    def __init__(self, model: Model, body: ChatRequest | CompletionRequest, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        body: Generation,
+        requests: Sequence[Request],
+        new_parser: Callable[[], ToolParser] | None = None,
+    ) -> None:
         self.model = model
         self.body = body
+        self.new_parser = new_parser
         self.choices = [Choice(self, index, request) for index, request in enumerate(requests)]
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
@@ -85,6 +96,11 @@ class Answer:
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
+
+    @property
+    def end_of_stream(self) -> bytes:
+        """What a stream sends behind its last chunk."""
+        return b"data: [DONE]\n\n"
 
     def put(self, entry: dict[str, Any] | ApiError) -> None:
         """Add an entry to the queue, or the error that ends the answer."""
@@ -104,10 +120,15 @@ class Answer:
             num_left -= entry["finish_reason"] is not None
             yield entry
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole response (errors as of :meth:`entries`)."""
-        choices = sorted([entry async for entry in self.entries()], key=lambda entry: entry["index"])
-        return self._envelope | {"choices": choices, "usage": self.usage()}
+    async def wait(self) -> None:
+        """Wait for the last text (errors as of :meth:`entries`)."""
+        async for _ in self.entries():
+            pass
+
+    def whole(self, render: Callable[[dict[str, Any]], _Rendered]) -> _Rendered:
+        """The rendered response, after :meth:`wait`; on any thread, because many log-probabilities take a while."""
+        choices = [choice.entry() for choice in self.choices]
+        return render(self._envelope | {"choices": choices, "usage": self.usage()})
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream (errors as of :meth:`entries`)."""
@@ -128,12 +149,19 @@ class Answer:
         firsts = [choice.request for choice in self.choices[:: self.body.n]]
         prompt = sum(len(request.prompt_ids) for request in firsts)
         completion = sum(len(choice.request.token_ids) for choice in self.choices)
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(request.num_shared for request in firsts)},
         }
+        if self.body.prediction is not None:
+            accepted = sum(choice.request.num_predicted for choice in self.choices)
+            total = sum(len(choice.request.options.prediction_ids) for choice in self.choices)
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": total - accepted
+            }  # fmt: skip
+        return found
 
 
 class Choice:
@@ -150,10 +178,12 @@ class Choice:
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
         self.answer = answer
         self.request = request
-        self._index = index
+        self.index = index
         self._text = request.new_text(answer.model.text_of)
         self._shown = ""
         self._is_finished = False
+        self._calls = answer.new_parser() if answer.new_parser is not None else None
+        self._latest: tuple[str, range, Update] | None = None
         self.num_steps = 0
         self._is_drafted: list[bool] = []
         self._logprobs: list[TokenLogprob] = []
@@ -162,9 +192,9 @@ class Choice:
     def take(self, update: Update) -> dict[str, Any] | None:
         """The entry of a step: the new text and tokens that may be shown now; None where there is nothing to show.
 
-        An answer that is no stream has one entry for each text, at the end.
+        An answer that is no stream has one mark for each text, at the end, and :meth:`entry` afterwards.
         """
-        request, body = self.request, self.answer.body
+        body = self.answer.body
         assert update.finish_reason != "abort"
         self._logprobs += update.logprobs or []
         self._is_drafted += [place < update.num_accepted for place in range(len(update.token_ids))]
@@ -172,6 +202,9 @@ class Choice:
         self._is_finished = update.finish_reason is not None
         for token_id in update.token_ids:
             self._text.push(token_id)
+        if not self._is_finished and (place := body.cut(self._text.text, self._seconds)) is not None:
+            self._text.end_at(place)
+            update, self._is_finished = update._replace(finish_reason="length"), True
         if self._is_finished:
             self._text.finish()
         if not (body.stream or self._is_finished):
@@ -181,13 +214,28 @@ class Choice:
         places = self._release()
         if not (fresh or places or self._is_finished or update.tree):
             return None
-        entry: dict[str, Any] = {"index": self._index, "finish_reason": update.finish_reason, "logprobs": None}
-        if isinstance(body, CompletionRequest):
+        self._latest = fresh, places, update
+        return self.entry() if body.stream else {"finish_reason": update.finish_reason}
+
+    def entry(self) -> dict[str, Any]:
+        """The API's object of what was taken last."""
+        assert self._latest is not None
+        request, body, (fresh, places, update) = self.request, self.answer.body, self._latest
+        entry: dict[str, Any] = {"index": self.index, "finish_reason": update.finish_reason, "logprobs": None}
+        if not isinstance(body, ChatRequest):
             entry["text"] = fresh
-        elif body.stream:
-            entry["delta"] = {"content": fresh} if fresh else {}
         else:
-            entry["message"] = {"role": "assistant", "content": fresh, "refusal": None}
+            delta: dict[str, Any] = {"content": fresh} if fresh else {}
+            if self._calls is not None:
+                delta = self._calls.push(fresh, is_last=self._is_finished)
+                if self._calls.num_calls and update.finish_reason == "stop":
+                    entry["finish_reason"] = "tool_calls"
+            whole = {
+                "role": "assistant",
+                "content": None if self._calls and self._calls.num_calls else "",
+                "refusal": None,
+            }
+            entry |= {"delta": delta} if body.stream else {"message": whole | _without_index(delta)}
         if body.num_logprobs is not None:
             entry["logprobs"] = self._logprobs_of(places)
         if body.details:
@@ -195,6 +243,16 @@ class Choice:
         if body.return_token_ids:  # where clients of vLLM and SGLang look for them
             entry |= {"prompt_token_ids": request.prompt_ids, "token_ids": request.token_ids}
         return entry
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text has ended; the engine's request may still run."""
+        return self._is_finished
+
+    @property
+    def _seconds(self) -> float:
+        """Since the first token."""
+        return time.perf_counter() - (self.request.first_token or math.inf)
 
     def _logprobs_of(self, places: range) -> dict[str, Any]:
         """The field ``logprobs``: a list of tokens for a chat, else parallel lists, offsets from the text's start."""
@@ -258,3 +316,9 @@ class Choice:
                 "bonus": name_of(tree.bonus_id),
             }
         return details
+
+
+def _without_index(delta: dict[str, Any]) -> dict[str, Any]:
+    """A whole message of a stream's part: only streams number the calls."""
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", [])]
+    return delta | ({"tool_calls": calls} if calls else {})

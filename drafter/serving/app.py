@@ -9,17 +9,19 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -27,13 +29,15 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import Request as EngineRequest
 from drafter.engine.request import RequestOptions
 from drafter.serving.answers import Answer, Model
+from drafter.serving.editors import InfillAnswer, InfillRequest
 from drafter.serving.encoder import Encoder
 from drafter.serving.follow import Follower
 from drafter.serving.guard import CLOSED_BY_CLIENT, STATUS, Guard, respond
 from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
-from drafter.serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, error_of, told
+from drafter.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest, Generation, parsed, told
 from drafter.serving.record import Recorder
+from drafter.serving.tools import ToolParser, has_marks
 from drafter.serving.worker import Worker
 from drafter.targets.chat import Chat
 from drafter.utils.io import first_line
@@ -43,8 +47,14 @@ _PAGE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _log = logging.getLogger("drafter.serving")
+_Result = TypeVar("_Result")
+_Asked = str | Chat | list[int] | Callable[[], Coroutine[Any, Any, list[int]]]  # a prompt, token ids, or a finder
+_NO_INFILL = "has no tokens for filling in the middle"
 _LEAST_BODY_BYTES = 2 * 2**20  # largest body, unless the rows are long
 _TOKEN_BYTES = 32  # of a body for each token of a row: text has about four, a list of token ids seven
+_SMALL_BODY = 1 << 16  # bytes
+_BODY_VALUES = 1 << 14  # of a body, besides two for each token of a row
+_MOST_LOGPROBS = 1 << 17  # of a whole answer, which is 10 MB of JSON
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that the seeds of all choices of one request differ
 
 
@@ -73,6 +83,8 @@ class Server:
             if options.follow and not self.follower.folder.is_dir():
                 raise ValueError(f"--follow watches a folder, and --drafter {options.drafter_used} is none")
         self._follows = options.follow
+        self._has_marks = has_marks(str(target.tokenizer.chat_template or ""))
+        self._thread = ThreadPoolExecutor(1, "json")
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
         self._card = {
             "id": self.model.name,
@@ -82,6 +94,7 @@ class Server:
             "max_model_len": self.max_length,
             "max_num_seqs": engine.plan.max_num_seqs,
             "speculation": engine.num_nodes > 1,
+            "method": engine.plan.method,
         }
 
     @contextlib.asynccontextmanager
@@ -112,58 +125,140 @@ class Server:
             raise ApiError(409, message, code="drafter_refused") from error
         return {"drafter": self.follower.digest, "replaced": is_replaced}
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._respond(body, [Chat([turn.plain for turn in body.messages])], request)
+        body = await self._read(request, ChatRequest)
+        tools = body.callable_tools
+        if tools and body.tool_choice != "auto":
+            raise ApiError(400, "tool_choice is 'auto' or 'none' on this server", param="tool_choice")
+        if tools and self._has_marks is None:
+            raise ApiError(
+                400, f"the chat template of {self.model.name!r} takes no tools: leave them out", param="tools"
+            )
+        return await self._respond(body, [Chat([turn.plain for turn in body.messages], tools)], request)
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         """Continue texts."""
-        return await self._respond(body, body.prompts, request)
+        body = await self._read(request, CompletionRequest)
+        if not body.suffix:
+            return await self._respond(body, body.prompts, request)
+        if self.encoder.infill is None:
+            raise ApiError(400, f"{self.model.name!r} {_NO_INFILL}: leave suffix out", param="suffix")
+        if not all(isinstance(prompt, str) for prompt in body.prompts):
+            raise ApiError(400, "suffix needs prompts of text, not of token ids", param="suffix")
+        asked = [partial(self.encoder.encode_infill, str(prompt), body.suffix) for prompt in body.prompts]
+        return await self._respond(body, asked, request, self.encoder.infill.ends)
+
+    async def infill(self, request: Request) -> Response:
+        """Fill in the middle, as llama.cpp's editors ask for it."""
+        body = await self._read(request, InfillRequest)
+        if self.encoder.infill is None:
+            raise ApiError(501, f"{self.model.name!r} {_NO_INFILL}: serve a model for code, such as Qwen2.5-Coder")
+        room = self.max_length - (body.max_tokens or 1)
+        prefix = body.input_prefix + body.prompt
+        asked = [partial(self.encoder.encode_infill, prefix, body.input_suffix, body.files, room)]
+        return await self._respond(body, asked, request, self.encoder.infill.ends)
+
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise ApiError(CLOSED_BY_CLIENT, "the client has left") from None
+        parse = partial(parsed, raw, kind, _BODY_VALUES + 2 * self.max_length)
+        # A large body takes up to half a second: one at a time, beside the event loop.
+        return parse() if len(raw) < _SMALL_BODY else await self._in_order(parse)
+
+    async def _in_order(self, call: Callable[[], _Result]) -> _Result:
+        """A call that takes a while, on the thread for such calls, after those that came before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _respond(
-        self, body: ChatRequest | CompletionRequest, asked: Sequence[str | Chat | list[int]], request: Request
+        self, body: Generation, asked: Sequence[_Asked], request: Request, ends: tuple[int, ...] = ()
     ) -> Response:
-        if body.model != self.model.name:
-            message = f"model {body.model!r} is not served here: use {self.model.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        self.worker.check(len(asked) * body.n)
+        """Answer prompts; ``ends``: further tokens that end an answer."""
+        if body.model:
+            self._check_name(body.model)
         late = ApiError(504, f"the answer took longer than {self._seconds:g} seconds", code="timeout")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._seconds
         try:
             async with asyncio.timeout_at(deadline):
-                prompts = [ids if isinstance(ids, list) else await self.encoder.encode(ids) for ids in asked]
+                with self.worker.hold(len(asked) * body.n):
+                    prompts = await _while_client_waits(request, self._encode(asked))
+                    work = self.encoder.encode_prediction(body.prediction)
+                    predicted = await _while_client_waits(request, work)
         except TimeoutError:
             raise late from None
-        answer = Answer(self.model, body, self._requests(body, prompts))
+        kind = InfillAnswer if isinstance(body, InfillRequest) else Answer
+        new_parser = None
+        if isinstance(body, ChatRequest) and (tools := body.callable_tools):
+            names = {tool["function"]["name"] for tool in tools}
+            new_parser = partial(ToolParser, names, marks=bool(self._has_marks))
+        answer = kind(self.model, body, self._requests(body, prompts, predicted, ends), new_parser)
         self.worker.submit(answer)
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.worker.abandon, answer)
             at_end.callback(loop.call_at(deadline, answer.put, late).cancel)
             if body.stream:
                 return EventStream(answer, deadline + 1.0, at_end.pop_all().close)
-            at_end.callback(asyncio.create_task(_end_when_client_leaves(answer, request)).cancel)
-            return JSONResponse(await answer.whole())
+            await _while_client_waits(request, answer.wait())
+            render = partial(answer.whole, JSONResponse)
+            return await self._in_order(render) if body.num_logprobs is not None else render()
 
-    def _requests(self, body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[EngineRequest]:
+    async def _encode(self, asked: Sequence[_Asked]) -> list[list[int]]:
+        found = []
+        for each in asked:
+            if isinstance(each, str | Chat):
+                each = partial(self.encoder.encode, each)
+            found.append(each if isinstance(each, list) else await each())
+        return found
+
+    def _requests(
+        self, body: Generation, prompts: Sequence[list[int]], predicted: Sequence[int], ends: tuple[int, ...]
+    ) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
-        options = RequestOptions(body.speculation, body.num_logprobs, want_tree=body.details and body.stream)
+        want_tree = body.details and body.stream
+        options = RequestOptions(body.speculation, body.num_logprobs, want_tree, tuple(predicted))
         make = self.worker.engine.make_request
         places = itertools.product(prompts, range(body.n))
         try:
             params = body.params(self.max_length)
-            return [
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+            requests = [
                 make(ids, replace(params, seed=_seed(body, choice)), options, want_text=bool(params.stop))
                 for ids, choice in places
             ]
         except ValueError as error:
             code = "context_length_exceeded" if "context" in str(error) else None
-            raise ApiError(400, str(error), code=code) from error
+            param = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise ApiError(400, str(error), param=param, code=code) from error
+        if body.num_logprobs is not None and not body.stream:
+            num_numbers = (1 + body.num_logprobs) * sum(request.limit for request in requests)
+            if num_numbers > _MOST_LOGPROBS:
+                message = (
+                    f"the answer may have {num_numbers} log-probabilities, more than {_MOST_LOGPROBS}: lower "
+                    "max_tokens, n or the number of alternatives, or set stream to true"
+                )
+                raise ApiError(400, message, param="logprobs")
+        return requests
 
     async def models(self) -> dict[str, Any]:
         """The one model, with the digest of the drafter in use."""
-        digest = None if self.follower is None else self.follower.digest
-        return {"object": "list", "data": [self._card | {"drafter": digest}]}
+        return {"object": "list", "data": [self._current_card]}
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """The model of this name."""
+        self._check_name(name)
+        return self._current_card
+
+    @property
+    def _current_card(self) -> dict[str, Any]:
+        return self._card | {"drafter": None if self.follower is None else self.follower.digest}
+
+    def _check_name(self, name: str) -> None:
+        if name != self.model.name:
+            message = f"model {name!r} is not served here: use {self.model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def health(self) -> Response:
         """Liveness: 503 when only a restart helps."""
@@ -183,10 +278,22 @@ class Server:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
 
 
-async def _end_when_client_leaves(answer: Answer, request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
-    answer.put(ApiError(CLOSED_BY_CLIENT, "the client has left"))
+async def _while_client_waits(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of the work, which ends when its client leaves (ApiError)."""
+
+    async def wait_for_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            continue
+
+    doing, end = asyncio.create_task(work), asyncio.create_task(wait_for_end())
+    try:
+        await asyncio.wait((doing, end), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ApiError(CLOSED_BY_CLIENT, "the client has left")
+        return doing.result()
+    finally:
+        doing.cancel()
+        end.cancel()
 
 
 class EventStream(StreamingResponse):
@@ -227,7 +334,7 @@ class EventStream(StreamingResponse):
             yield _event(error.body)  # as the last event, because the status 200 was sent with the first
         else:
             self._status = self.status_code
-            yield b"data: [DONE]\n\n"
+            yield answer.end_of_stream
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
@@ -267,23 +374,23 @@ def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     )
     if options.cors_origin:  # the outermost layer, so that pages can read errors as well
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["*"], allow_headers=["*"])
-    for kind in (RequestValidationError, HTTPException, Exception):
+    for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     app.post("/v1/chat/completions", response_model=None)(server.chat)
     app.post("/v1/completions", response_model=None)(server.complete)
+    app.post("/infill", response_model=None)(server.infill)
     app.post("/v1/drafter/reload")(server.reload_drafter)
     app.get("/v1/models")(server.models)
-    app.get("/health")(server.health)
-    app.get("/ready")(server.ready)
+    app.get("/v1/models/{name:path}")(server.card)
+    for path, answer in (("/health", server.health), ("/ready", server.ready)):
+        app.api_route(path, methods=["GET", "HEAD"])(answer)
     app.get("/metrics")(server.render_metrics)
     app.get("/", include_in_schema=False)(server.page)
     return app
 
 
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, RequestValidationError):
-        error = error_of(list(error.errors()))
-    elif not isinstance(error, HTTPException):
+    if not isinstance(error, HTTPException):
         error = ApiError(500, "an internal error")
     elif not isinstance(error, ApiError):
         error = ApiError(error.status_code, error.detail, headers=error.headers)

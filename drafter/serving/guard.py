@@ -17,7 +17,7 @@ from drafter.utils.io import printable
 STATUS = "drafter.status"  # key of the ASGI scope: how a stream ended, after its status 200 was sent
 CLOSED_BY_CLIENT = 499  # no standard status; the client has left and reads none
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
-_GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+_GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/infill")
 _OUTCOME_OF = {401: "unauthorized", 429: "overloaded", 503: "overloaded", 504: "timed_out", CLOSED_BY_CLIENT: "hung_up"}
 
 
@@ -28,7 +28,7 @@ def respond(error: ApiError) -> JSONResponse:
 
 @dataclass
 class Guard:
-    """ASGI middleware: checks the host of every request, key, type and size under ``/v1``, and counts outcomes.
+    """ASGI middleware: checks the host of every request, key, type and size of those to the API, and counts outcomes.
 
     Attributes:
         api_keys: a request needs one of these keys; without any, no request needs a key.
@@ -94,7 +94,7 @@ class Guard:
             # A proxy may find another end of the body, and read the rest as a further request.
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             raise ApiError(400, message, headers=_CLOSE)
-        if not scope["path"].startswith("/v1/"):
+        if not scope["path"].startswith(("/v1/", "/infill")):
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         # All keys are compared, each in constant time, so the time reveals nothing of a key but its length.

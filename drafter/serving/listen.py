@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket as sockets
+from collections.abc import Sequence
 from dataclasses import replace
 
 import h11
@@ -15,18 +16,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
+from drafter.engine.runner import available_bytes
+from drafter.engine.settings import Plan
 from drafter.serving.app import Server, create_app
 from drafter.serving.guard import respond
 from drafter.serving.options import DEFAULT_CONTEXT, ServeOptions
 from drafter.serving.protocol import ApiError
+from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
 _log = logging.getLogger("drafter.serving")
 _WARM_UP = SamplingParams(max_new_tokens=4, ignore_eos=True)
 _WARM_UP_PROMPT = 40  # tokens: more than a step has, so that a long prompt meets no new kernel
 _LOOPBACK = ("127.", "::1", "localhost")
+_LEAST_CONTEXT = 1024  # tokens of a row, at least, where memory is short
+_DRAIN_PAUSE = 0.02  # seconds
 _END_SECONDS = 20.0  # from the end of the drain to the end of the process, whatever its threads do
 REQUEST_SECONDS = 30  # for a request to arrive
+UNREAD_SECONDS = 60  # that a client may leave an answer unread
 
 
 def load_engine(options: ServeOptions) -> Engine:
@@ -37,11 +44,12 @@ def load_engine(options: ServeOptions) -> Engine:
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
-    most = options.max_model_len or DEFAULT_CONTEXT
-    engine = Engine.of(replace(options, max_model_len=most))
-    if engine.target.tokenizer is not None:
-        engine.target.encode("")  # its fork would keep the pages of a cache that is there already
-    length = min(most, engine.target.max_length)
+    target, drafter, draft_model = options.load_models()
+    if target.tokenizer is not None:
+        target.encode("")  # its fork would keep the pages of a cache that is there already
+    most = options.max_model_len or _longest([target, *filter(None, [draft_model])], options)
+    engine = Engine(target, drafter, replace(options, max_model_len=most), draft_model=draft_model)
+    length = min(most, target.max_length)
     engine.reserve(length + engine.num_nodes)
     prompt = [0] * max(1, min(_WARM_UP_PROMPT, length - _WARM_UP.max_new_tokens))
     try:
@@ -51,6 +59,24 @@ def load_engine(options: ServeOptions) -> Engine:
         raise ValueError(message) from error
     engine.forget()
     return engine
+
+
+def _longest(models: Sequence[Target], options: ServeOptions) -> int:
+    """Tokens of a row where none are given: the target's context, or as much of it as fits into memory."""
+    num_rows, length = options.max_num_seqs or Plan.max_num_seqs, models[0].max_length
+    free = available_bytes(models[0].device)
+    if free is None or not models[0].traits.is_uniform:
+        return min(length, DEFAULT_CONTEXT)
+    # Halves of halves: rows that are larger than needed take memory from everything else.
+    while length > _LEAST_CONTEXT and sum(model.runtime.cache_bytes(num_rows, length) for model in models) > free / 2:
+        length = max(_LEAST_CONTEXT, length // 2)
+    if length < models[0].max_length:
+        _log.info(
+            "rows of %d tokens: half of the free memory holds no longer ones; --max-model-len goes up to %d",
+            length,
+            models[0].max_length,
+        )
+    return length
 
 
 def bind(host: str, port: int) -> sockets.socket:
@@ -113,13 +139,21 @@ async def _serve(
         first, second = (asyncio.create_task(told.acquire()) for _ in range(2))
         await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
         if first.done() and not worker.ended.done():
-            _log.info("told to stop: %d answers still run and get %g seconds", worker.num_open, drain_seconds)
+            _log.info(
+                "told to stop: %d answers still run and get %g seconds; a second signal, or Ctrl-C, stops at once",
+                worker.num_open,
+                drain_seconds,
+            )
             worker.drain()
             # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
             faulthandler.dump_traceback_later(drain_seconds + _END_SECONDS, exit=True)
-            server.should_exit = True
-            # A second signal does not wait.
-            await asyncio.wait((serving, second), timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_seconds):
+                    while worker.num_open and not second.done():  # /ready answers meanwhile
+                        await asyncio.sleep(_DRAIN_PAUSE)
+                    server.should_exit = True
+                    # A second signal does not wait.
+                    await asyncio.wait((serving, second), return_when=asyncio.FIRST_COMPLETED)
             faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
     server.should_exit = True
     await asyncio.wait((serving,), timeout=5)  # a client that does not read must not keep the process alive
@@ -129,9 +163,10 @@ async def _serve(
 
 
 class ApiProtocol(H11Protocol):
-    """A connection that closes where its next request does not arrive within ``REQUEST_SECONDS``."""
+    """A connection that closes where its next request does not arrive, or its answer stays unread, for long."""
 
     _clock: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -142,6 +177,17 @@ class ApiProtocol(H11Protocol):
         """Take what was read, and after each answer what waits."""
         super().handle_events()
         self._set_clock()
+
+    def pause_writing(self) -> None:
+        """Wait for a client that does not read, for a while: a mere close waits for the client as well."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP, such as a wrong length of a chunk, in the API's form."""

@@ -9,7 +9,7 @@ from drafter.engine.settings import EngineOptions
 from drafter.utils.options import Options
 from drafter.utils.validate import within
 
-DEFAULT_CONTEXT = 4096  # tokens of a row, unless the target's own context is shorter
+DEFAULT_CONTEXT = 4096  # tokens of a row at most, where the free memory is unknown
 KEY_VARIABLE = "DRAFTER_API_KEY"
 
 
@@ -33,7 +33,8 @@ class ServeOptions(Options, EngineOptions):
         record: write the token ids of finished answers into this folder, for `drafter adapt` (default: off)
         record_max_mib: limit of the folder in MiB; the oldest answers go
         follow: when the drafter's folder is replaced, let the new drafter take over between two steps
-        max_model_len: tokens of a prompt and its answer together (default: the target's context, at most 4096)
+        max_model_len: tokens of a prompt and its answer together (default: the target's context, as far
+            as half of the free memory holds it)
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one
 
     Raises:

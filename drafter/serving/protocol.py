@@ -4,11 +4,21 @@ The server obeys the fields that the classes here declare, and ignores the field
 refused by name, unless its value asks for nothing: the field may ask for an answer that the engine does not offer.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
@@ -20,12 +30,14 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the search for the start of a longer stop string would be slow
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 128
 TRY_LATER = {"Retry-After": "5"}  # seconds
 
 # Fields that change no answer.
 _IGNORED = {
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
-    "prediction", "priority", "name", "annotations",
+    "user", "cache_prompt", "id_slot", "t_max_prompt_ms",
+    "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
+    "priority", "name", "annotations",
 }  # fmt: skip
 
 # Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`.
@@ -77,7 +89,7 @@ def told(error: Exception, names: Mapping[str, str]) -> str:
     return text
 
 
-def _refusal(name: str, message: str, kind: str = "refused_parameter") -> PydanticCustomError:
+def refusal(name: str, message: str, kind: str = "refused_parameter") -> PydanticCustomError:
     """An error of a field, whose name replaces ``{name}`` in the message."""
     return PydanticCustomError(kind, message, {"name": printable(name, 100)})
 
@@ -94,33 +106,111 @@ class _Body(BaseModel):
         for name in data:
             if name not in known and data[name] not in (*_EMPTY, *_NEUTRAL.get(name, ())):
                 message = "'{name}' is not supported by this server: leave it out"
-                raise _refusal(name, message, "unsupported_parameter")
+                raise refusal(name, message, "unsupported_parameter")
         return {name: value for name, value in data.items() if value is not None}  # null means the default
 
 
 _Item = TypeVar("_Item")
 _Many = Annotated[list[_Item], Field(min_length=1, fail_fast=True)]  # of a million wrong items, the first is an error
-_Text = Annotated[StrictStr, Field(max_length=2**31)]  # with a limit, half a surrogate pair is refused
+Text = Annotated[StrictStr, Field(max_length=2**31)]  # with a limit, half a surrogate pair is refused
 
 
 class TextPart(BaseModel):
     """One part of a message's content."""
 
     type: Literal["text"]
-    text: _Text
+    text: Text
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class CalledFunction(BaseModel):
+    """A function that an earlier answer called."""
+
+    name: Text
+    arguments: Text  # JSON
+
+
+class ToolCall(BaseModel):
+    """A call of an earlier answer."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Message(_Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | _Many[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | _Many[TextPart] = ""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = []
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise refusal("tool_calls", "{name} is for the role assistant")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise refusal("content", "{name} is missing")
+        return self
 
     @property
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take messages; newlines join the parts of the content."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, Any] = {"role": role, "content": _joined(self.content)}
+        if self.tool_calls:  # the templates write the arguments as JSON themselves
+            plain["tool_calls"] = [
+                call.model_dump() | {"function": {"name": call.function.name, "arguments": _object(call)}}
+                for call in self.tool_calls
+            ]
+        return plain | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+
+def _object(call: ToolCall) -> Any:
+    """The arguments of a call as an object; a text that is none stays a text."""
+    try:
+        found = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        return call.function.arguments
+    return found if isinstance(found, dict) else call.function.arguments
+
+
+class Function(BaseModel):
+    """A function that an answer may call; ``parameters`` is a JSON schema."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text = ""
+    parameters: dict[str, Any] = {}
+
+
+class Tool(BaseModel):
+    """A tool of an answer."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(BaseModel):
+    """The function that an answer must call."""
+
+    type: Literal["function"]
+    function: Annotated[dict[Literal["name"], Text], Field(min_length=1)]
+
+
+class Prediction(_Body):
+    """Text that the answer probably repeats."""
+
+    type: Literal["content"]
+    content: Text | _Many[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return _joined(self.content)
 
 
 class StreamOptions(BaseModel):
@@ -156,7 +246,7 @@ _StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)
 class Generation(_EngineFields):
     """The fields of both kinds of requests; here stand those that differ from the engine's."""
 
-    model: StrictStr
+    model: StrictStr = ""  # the one that is served
     max_tokens: _Count | None = None  # up to the end of the context
     temperature: Annotated[_Number, _limits("temperature")] = 1.0
     top_p: Annotated[_Number, _limits("top_p", 0.0)] = 1.0
@@ -170,6 +260,7 @@ class Generation(_EngineFields):
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
     return_token_ids: StrictBool = Field(
         default=False, description="the answer holds the token ids of prompt and answer, as with vLLM; not for streams"
     )
@@ -182,10 +273,19 @@ class Generation(_EngineFields):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "Generation":
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "{name} is only for streams: set stream to true")
+            raise refusal("stream_options", "{name} is only for streams: set stream to true")
         if self.return_token_ids and self.stream:
-            raise _refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
+            raise refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives listed with each token; None: no log-probabilities."""
+        return None
+
+    def cut(self, text: str, seconds: float) -> int | None:
+        """Where the text must end although the model goes on; see :mod:`drafter.serving.editors`."""
+        return None
 
     def params(self, max_length: int) -> SamplingParams:
         """The engine's parameters, without a seed, of an answer of at most ``max_length`` tokens."""
@@ -202,15 +302,33 @@ class ChatRequest(Generation):
 
     messages: _Many[Message]
     max_completion_tokens: _Count | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @model_validator(mode="after")
     def _check_logprobs_and_join_limits(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise _refusal("top_logprobs", "{name} needs logprobs: set logprobs to true")
+            raise refusal("top_logprobs", "{name} needs logprobs: set logprobs to true")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise refusal("tools", "{name} has two functions of one name")
+        wanted = choice.function["name"] if isinstance(choice, ToolChoice) else None
+        if (wanted is not None and wanted not in names) or (choice == "required" and not names):
+            raise refusal("tool_choice", "{name} asks for a function that is not among the tools")
         return self
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, as chat templates take tools."""
+        wanted = self.tool_choice.function["name"] if isinstance(self.tool_choice, ToolChoice) else None
+        return [
+            tool.model_dump(exclude_unset=True)
+            for tool in self.tools
+            if self.tool_choice != "none" and wanted in (None, tool.function.name)
+        ]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -221,7 +339,8 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """Body of ``POST /v1/completions``."""
 
-    prompt: _Text | _Many[_Text] | _Many[_PromptId] | _Many[_Many[_PromptId]]
+    prompt: Text | _Many[Text] | _Many[_PromptId] | _Many[_Many[_PromptId]]
+    suffix: Text = ""  # the text is what stands between prompt and suffix
     max_tokens: _Count = 16  # as in the API
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -245,17 +364,37 @@ def error_of(errors: list[Any]) -> ApiError:
     """
     first = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     context = first.get("ctx") or {}
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")
-    # A place is ("body", "messages", 0, "content", "list[TextPart]"); names of types are left out.
+    # A place is ("messages", 0, "content", "list[TextPart]"); names of types are left out.
     path = ""
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("body", "str", "int"):
+        elif part.isidentifier() and part not in ("str", "int"):
             path += f".{part}" if path else part
     name = context.get("name")
     param = ".".join(filter(None, (path, name))) or None
     message = first["msg"] if name or not param else f"{param}: {first['msg']}"
     code = "unsupported_parameter" if first["type"] == "unsupported_parameter" else None
     return ApiError(400, message, param=param, code=code)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parsed(raw: bytes, kind: type[Body], most_values: int) -> Body:
+    """The body of a request (ApiError: it is no JSON, holds more values than ``most_values``, or has a wrong field)."""
+    bare = raw
+    if _num_values(bare) > most_values:  # perhaps of a text: only what stands outside of texts counts
+        bare = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    if _num_values(bare) > most_values:
+        raise ApiError(400, f"the body holds more than {most_values} values: send less at once", code="body_too_large")
+    try:
+        return kind.model_validate(json.loads(raw))
+    except ValidationError as error:
+        raise error_of(list(error.errors())) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {first_line(error)}", code="invalid_json") from None
+
+
+def _num_values(raw: bytes) -> int:
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{")

@@ -6,11 +6,12 @@ makes text and entries. The engine's thread knows requests alone, the event loop
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -54,6 +55,7 @@ class Worker:
         self._metrics = metrics
         self._recorder = recorder
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._num_held = 0  # places of texts that are still encoded; event loop only
         self._choices: dict[int, Choice] = {}  # unfinished texts whose clients wait, by request id; event loop only
         self._requests: list[Request] = []  # unfinished requests; engine's thread only
         self._is_stopping = False
@@ -68,7 +70,17 @@ class Worker:
     @property
     def num_open(self) -> int:
         """Number of texts that were accepted and are not finished."""
-        return len(self._choices)
+        return self._num_held + len(self._choices)
+
+    @contextlib.contextmanager
+    def hold(self, num_texts: int) -> Iterator[None]:
+        """Take places in the queue while the prompts of so many texts are encoded (errors as of :meth:`check`)."""
+        self.check(num_texts)
+        self._num_held += num_texts
+        try:
+            yield
+        finally:
+            self._num_held -= num_texts
 
     def submit(self, answer: Answer) -> None:
         """Accept all texts of an answer, or refuse all (ApiError, see :meth:`check`)."""
@@ -159,7 +171,8 @@ class Worker:
                 _log.error("an answer's text failed", exc_info=error)
                 self._fail([request], ApiError(500, "an internal error ended this answer"))
                 continue
-            if update.finish_reason is not None:
+            if choice.is_finished:
+                self._commands.put(partial(request.finish, "length"))  # unless the engine has ended the request itself
                 del self._choices[request.request_id]
                 if self._recorder is not None and choice.answer.body.record:
                     self._recorder.add(traffic_row(request.prompt_ids, request.token_ids, asdict(request.params)))

@@ -24,6 +24,7 @@ Item = TypeVar("Item")
 
 MAX_SECONDS = 10.0  # for one text; a text of two megabytes takes one
 MAX_BYTES = 1 << 30  # that a fork may add to the memory of the process that it was forked from
+_PART, _CUT_TOKENS = 4096, 8  # characters that are counted at once, and tokens that a cut may add
 _OUT_OF_MEMORY = 77  # exit code of a fork
 
 
@@ -37,6 +38,48 @@ class Chat(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+
+
+Pieces = tuple[str | int, ...]  # texts, and token ids between them
+
+
+def texts_of(asked: str | Chat | Pieces) -> list[str]:
+    """The texts of a prompt."""
+    if isinstance(asked, Chat):
+        tools = [json.dumps(asked.tools)] if asked.tools else []
+        return [*(turn.get("content") or "" for turn in asked.messages), *tools]
+    return [asked] if isinstance(asked, str) else [piece for piece in asked if isinstance(piece, str)]
+
+
+def is_longer(tokenizer: Any, texts: Sequence[str], num_tokens: int) -> bool:
+    """Whether texts certainly have more tokens; no more of the texts is read than needed to know."""
+    if sum(map(len, texts)) <= num_tokens:
+        return False
+    for text in texts:
+        for start in range(0, len(text), _PART):
+            part = tokenizer(text[start : start + _PART], add_special_tokens=False)["input_ids"]
+            num_tokens -= max(0, len(part) - _CUT_TOKENS)
+            if num_tokens < 0:
+                return True
+    return False
+
+
+def encode_pieces(tokenizer: Any, pieces: Pieces, *, escape_special_tokens: bool = False) -> list[int]:
+    """Token ids of texts with token ids between them, without the tokens that the tokenizer puts before a text."""
+    found: list[int] = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            found.append(piece)
+        else:
+            text = escaped(tokenizer, piece) if escape_special_tokens else piece
+            found += tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before every text."""
+    whole, bare = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (True, False))
+    return list(whole[: next((at for at in range(len(whole)) if whole[at:][: len(bare)] == bare), 0)])
 
 
 def what_runs(name: str) -> str:
@@ -95,7 +138,7 @@ def encode_chat(
     """
     turns = [dict(message) for message in messages]
     if escape_special_tokens:
-        turns = [{**turn, "content": escaped(tokenizer, turn["content"])} for turn in turns]
+        turns = [{**turn, "content": escaped(tokenizer, turn.get("content") or "")} for turn in turns]
     return list(tokenizer(render_chat(tokenizer, turns, name, tools=tools), add_special_tokens=False)["input_ids"])
 
 
@@ -137,7 +180,8 @@ class ForkError(ValueError):
     """A :class:`Fork` has no value for an item.
 
     Attributes:
-        reason: ``limit``; ``ended``, by itself or a signal; or the type of the cause of the function's error.
+        reason: ``time`` or ``memory``, of which a limit was reached; ``ended``, by itself or a signal; or the type of
+            the cause of the function's error.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -163,10 +207,19 @@ class Fork:
         self._pipe: Any = None
         self._lock = threading.RLock()
 
-    def map(self, items: Sequence[Any]) -> list[Any]:
-        """``[function(item) for item in items]``, for one thread after the other (:class:`ForkError`)."""
+    def map(self, items: Sequence[Any], seconds: float | None = None) -> list[Any]:
+        """``[function(item) for item in items]``, for one thread after the other (:class:`ForkError`).
+
+        ``seconds``: processor time of an item (default: ``MAX_SECONDS``).
+        """
+        seconds, is_forked = seconds or MAX_SECONDS, sys.platform.startswith("linux")
         with self._lock:
-            return [self._value(item) if sys.platform.startswith("linux") else self._function(item) for item in items]
+            return [self._value(item, seconds) if is_forked else self._function(item) for item in items]
+
+    def kill(self) -> None:
+        """End the process at once, from any thread: a call of :meth:`map` that runs raises ForkError."""
+        if (child := self._child) is not None:
+            child.kill()
 
     def close(self) -> int | None:
         """End the fork; its exit code, negative for a signal."""
@@ -179,11 +232,11 @@ class Fork:
             child.join()
             return int(child.exitcode)
 
-    def _value(self, item: Any) -> Any:
+    def _value(self, item: Any, seconds: float) -> Any:
         if self._child is None:
             self._start()
         try:
-            self._pipe.send_bytes(json.dumps(item).encode())
+            self._pipe.send_bytes(json.dumps([item, seconds]).encode())
             answer = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             code = self.close()
@@ -195,9 +248,9 @@ class Fork:
                 return answer["value"]
             raise ForkError(answer["error"], answer["cause"])
         if code == _OUT_OF_MEMORY:
-            raise ForkError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", "limit")
+            raise ForkError(f"{self._what} takes more than {MAX_BYTES >> 20} MiB of memory", "memory")
         if code == -signal.SIGPROF:
-            raise ForkError(f"{self._what} took longer than {MAX_SECONDS:g} seconds", "limit")
+            raise ForkError(f"{self._what} took longer than {seconds:g} seconds", "time")
         raise ForkError(f"{self._what} ended its process", "ended")
 
     def _start(self) -> None:
@@ -237,8 +290,8 @@ def _work(function: Callable[[Any], Any], pipe: Connection) -> None:
         os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         _limit_memory()
         while True:
-            item = json.loads(pipe.recv_bytes())
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # processor time: other processes do not count
+            item, seconds = json.loads(pipe.recv_bytes())
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time: other processes do not count
             try:
                 answer = json.dumps({"value": function(item)}).encode()
             except MemoryError:

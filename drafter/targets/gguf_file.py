@@ -22,6 +22,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from drafter.targets.gguf_config import config_of_gguf, correct
 from drafter.targets.gguf_header import Header, read_header
+from drafter.targets.infill import GGUF_KEYS, TOKEN_IDS
 
 _CONTROL = 3  # type of a token that stands for no text
 # Ends of a text, a turn or a message, by their texts: a header names one or two of the ends that its model writes.
@@ -248,6 +249,14 @@ def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.model_max_length = config.max_position_embeddings
+    infill = {
+        field: value
+        for field, names in GGUF_KEYS.items()
+        for name in reversed(names)
+        if (value := _value(header, f"tokenizer.ggml.{name}_token_id")) is not None
+    }
+    if infill:
+        tokenizer.init_kwargs[TOKEN_IDS] = infill
     return tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from drafter.targets.chat import Chat, Fork, encode_chat, encode_text, what_runs
+from drafter.targets.chat import Chat, Fork, encode_chat, encode_pieces, encode_text, is_longer, texts_of, what_runs
 from drafter.targets.slots import Slots, TargetOutput
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Target:
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
         self._tokenizer()
-        return list(self.encoder.map([[text, [], False]])[0])
+        return list(self.encoder.map([[text, [], False, None]])[0])
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to the opening of the assistant's turn (:meth:`encode_chats`)."""
@@ -125,17 +125,29 @@ class Target:
             ValueError: there is no template, or the template refuses the messages or reaches a limit.
         """
         self._tokenizer()
-        return self.encoder.map([[list(chat.messages), list(chat.tools), False] for chat in chats])
+        return self.encoder.map([[list(chat.messages), list(chat.tools), False, None] for chat in chats])
 
     @cached_property
     def encoder(self) -> Fork:
-        """Encodes a text or messages, with tools, special tokens in them escaped or not, in a process of its own."""
+        """The target's own :meth:`new_encoder`."""
+        return self.new_encoder()
+
+    def new_encoder(self) -> Fork:
+        """Encodes [a text, messages or pieces; tools; special tokens are escaped; most tokens] in its own process.
+
+        None for a prompt that certainly has more tokens.
+        """
         tokenizer, name = self.tokenizer, self.name
 
-        def encode(item: Any) -> list[int]:
-            asked, tools, is_escaped = item
+        def encode(item: Any) -> list[int] | None:
+            asked, tools, is_escaped, most = item
+            is_chat = isinstance(asked, list) and isinstance(asked[0], dict)
+            if most is not None and is_longer(tokenizer, texts_of(Chat(asked, tools) if is_chat else asked), most):
+                return None
             if isinstance(asked, str):
                 return encode_text(tokenizer, asked, escape_special_tokens=is_escaped)
+            if not is_chat:
+                return encode_pieces(tokenizer, asked, escape_special_tokens=is_escaped)
             return encode_chat(tokenizer, asked, name, tools=tools, escape_special_tokens=is_escaped)
 
         return Fork(encode, f"{what_runs(name)}, or the tokenizer,")

@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.decoding.params import SamplingParams
 from drafter.decoding.tree import depths_of
 from drafter.engine.engine import Engine
+from drafter.engine.request import RequestOptions
 from drafter.engine.settings import Plan
 from drafter.proposers import lookup
 from drafter.proposers.lookup import LookupDrafting, LookupProposer, find_matches, follow_matches
+from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import assert_lossless, requests, rows_of, tiny_target
 from tests.reference.lookup_loop import find_matches_loop, follow_loop, share_loop
 from tests.reference.nodes import nodes_of, paths_of
@@ -55,7 +58,8 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
     nodes = proposer.draft(rows, None)
     depth_M = depths_of(proposer.level_sizes, torch.device("cpu"))
     for row, text in enumerate(texts):
-        best = find_matches_loop(text, 8)[:num_matches]
+        longest = {end: size for size, end in find_matches_loop(text, 32)}
+        best = [(longest[end], end) for _, end in find_matches_loop(text, 8)[:num_matches]]
         proposals = [follow_loop(text, end, length) for _, end in best]
         lengths = [size for size, _ in best]
         columns = nodes.token_BM[row], nodes.parent_BM[row], depth_M, nodes.score_BM[row]
@@ -72,3 +76,21 @@ def test_oracle(numbers: tuple[int, ...]) -> None:
     sizes: dict = dict(zip(names, numbers, strict=True))
     engine = Engine(tiny_target(), config=Plan.of("lookup", prefill_chunk=7, **sizes))
     assert assert_lossless(engine, requests()) >= 1.0
+
+
+@pytest.mark.parametrize("method", ["lookup", "drafter"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 3}])
+def test_a_prediction_saves_steps_and_changes_no_token(method: str, params: dict) -> None:
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True, **params)
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    plain = Engine(shared_target(), config=Plan.of("none")).generate(prompts, sampling)
+    changed = list(plain[0].token_ids)
+    changed[20] += 1  # one change, in the middle
+    engine = Engine(shared_target(), trained_drafter() if method == "drafter" else None, Plan.of(method, tree_size=24))
+    alone = engine.generate(prompts, sampling)
+    told = engine.generate(prompts, sampling, options=RequestOptions(prediction_ids=tuple(changed)))
+    for one, other, third in zip(plain, alone, told, strict=True):
+        assert one.token_ids == other.token_ids == third.token_ids
+    assert told[0].num_target_forwards < alone[0].num_target_forwards
+    drafted = sum(told[0].num_accepted)
+    assert 0 < told[0].num_predicted <= min(drafted, 39) and alone[0].num_predicted == 0

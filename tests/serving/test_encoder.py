@@ -1,16 +1,16 @@
 """Templates that hang, break or eat memory end their own request only; special tokens in clients' texts."""
 
 import asyncio
-import os
-import signal
+import multiprocessing
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from drafter.serving.encoder import Encoder
 from drafter.serving.protocol import ApiError
 from drafter.targets import chat
-from drafter.targets.chat import Chat, encode_chat, encode_text, escaped
+from drafter.targets.chat import Chat, encode_chat, encode_text, escaped, is_longer
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, END, USER, tiny_tokenizer
 
@@ -49,6 +49,10 @@ async def encoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     await found.close()
 
 
+def quick(encoder: Encoder) -> set[int]:
+    return {fork._child.pid for fork in encoder._forks if fork._child is not None}
+
+
 def turns(text: str) -> Chat:
     return Chat([{"role": "user", "content": text}])
 
@@ -62,10 +66,28 @@ async def test_hostile_templates_fail_alone(encoder: Encoder) -> None:
     hanging = asyncio.create_task(encoder.encode(turns("hang")))
     await asyncio.sleep(0.1)
     waiting = asyncio.create_task(encoder.encode(turns("next")))
+    assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next").messages, "tiny")
+    assert not hanging.done(), "a slow template stalls nobody"
     with pytest.raises(ApiError, match="took longer than") as found:
         await hanging
     assert found.value.status_code == 400
-    assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next").messages, "tiny")
+
+
+async def test_only_as_much_is_read_of_a_long_text_as_shows_that_it_is_too_long(encoder: Encoder) -> None:
+    assert len(await encoder.encode("and " * 2_000)) < 4096 < len("and " * 2_000)
+    for asked in ("1" * 70_000, turns("1" * 20_000), ("a", 3, "1" * 20_000)):
+        with pytest.raises(ApiError, match="longer than the context") as found:
+            await encoder.encode(asked)
+        assert found.value.code == "context_length_exceeded"
+    tokenizer = tiny_tokenizer()
+    parts, counted = [], tokenizer.__class__.__call__
+
+    def count(text: str, **options: Any) -> Any:
+        parts.append(text)
+        return counted(tokenizer, text, **options)
+
+    assert is_longer(count, ["1" * 1_000_000], 4096) and sum(map(len, parts)) < 10_000
+    assert not is_longer(count, ["1" * 4096], 4096), "exact numbers are the engine's"
 
 
 async def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next(encoder: Encoder) -> None:
@@ -73,9 +95,17 @@ async def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next
         async with asyncio.timeout(0):  # the exchange with the process begins all the same
             await encoder.encode(turns("word " * 2_000))
     assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
+    left = [asyncio.create_task(encoder.encode(turns("hang"))) for _ in range(6)]
+    await asyncio.sleep(0.5)
+    for task in left:
+        task.cancel()
+    await asyncio.wait(left)
     hanging = asyncio.create_task(encoder.encode(turns("hang")))
-    await asyncio.sleep(0.2)
-    os.kill(encoder._target.encoder._child.pid, signal.SIGKILL)
+    while not hanging.done():
+        for child in multiprocessing.active_children():
+            if child.pid not in quick(encoder):
+                child.kill()
+        await asyncio.sleep(0.01)
     with pytest.raises(ApiError) as found:
         await hanging
     assert found.value.status_code == 503

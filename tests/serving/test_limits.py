@@ -1,5 +1,7 @@
 """What a server refuses, how it ends, and what hang-ups leave behind: nothing."""
 
+import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -125,6 +127,51 @@ def test_hang_ups_free_their_rows(strict: Live, is_stream: bool) -> None:
     num_tokens = strict.metric("generated_tokens_total")
     time.sleep(0.05)
     assert strict.metric("generated_tokens_total") == num_tokens
+
+
+def test_places_are_taken_while_prompts_are_encoded(strict: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hung-up clients give their places back at once."""
+
+    async def encode(asked: Any) -> list[int]:
+        await asyncio.sleep(30)
+        return []
+
+    monkeypatch.setattr(strict.server.encoder, "encode", encode)
+    body = json.dumps(BODY).encode()
+    head = POST.replace(b"completions", b"chat/completions") + b"Authorization: Bearer first-key\r\n"
+    whole = head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    sockets = [connect(strict, whole) for _ in range(3)]
+    wait_until(lambda: strict.server.worker.num_open == 3)
+    assert raw(strict, whole.replace(b"Host", b"Connection: close\r\nHost", 1)).startswith(b"HTTP/1.1 429")
+    for connection in sockets:
+        connection.close()
+    strict.wait_until_idle()
+
+
+def test_bodies_and_answers_have_a_limit(live: Live, http: httpx.Client) -> None:
+    head = key() | {"Content-Type": "application/json"}
+    for values in ("[]," * 300_000 + "[]", "1," * 600_000 + "1"):
+        answer = http.post("/v1/completions", content=f'{{"prompt": [{values}]}}', headers=head)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "body_too_large")
+    nothing = {"prompt": '[],"\\' * 100_000, "model": "other"}
+    assert http.post("/v1/completions", json=nothing).status_code == 404, "marks within a text do not count"
+    many = {"prompt": "a", "n": 3, "max_tokens": 250, "logprobs": 20}
+    with live.http() as other:
+        assert other.post("/v1/completions", json=many | {"n": 64}).json()["error"]["param"] == "logprobs"
+        assert len(other.post("/v1/completions", json=many).json()["choices"]) == 3
+        assert other.get("/v1/models/tiny").json()["id"] == MODEL and other.head("/health").status_code == 200
+        assert other.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_client_that_never_reads_loses_its_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "UNREAD_SECONDS", 0.3)
+    with connect(live, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400) as connection:
+        time.sleep(1.5)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 20):
+                received += part
+    assert received.count(b"HTTP/1.1 200") < 400
 
 
 def slow_engine(seconds: float) -> Engine:

@@ -27,7 +27,7 @@ def test_page_loads_nothing_from_elsewhere_and_no_text_becomes_markup(idle: Live
         'same ? "the same text" : "the text differs"',
     }
     assert '"&": "&amp;", "<": "&lt;", ">": "&gt;"' in html
-    assert re.findall(r"innerHTML = (\S+)", html) == ['parts.join("");', 'row("Drafter', "`<svg", "`<div"]
+    assert re.findall(r"innerHTML = (\S+)", html) == ['parts.join("");', 'row("Drafts', "`<svg", "`<div"]
 
 
 @only_full

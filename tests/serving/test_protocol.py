@@ -26,7 +26,7 @@ def refusal(kind: type[ChatRequest] | type[CompletionRequest], body: Any) -> Api
 @pytest.mark.parametrize("kind, body", [(ChatRequest, CHAT), (CompletionRequest, TEXT)])
 def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: Any, body: dict[str, Any]) -> None:
     asked: list[tuple[str, Any]] = [
-        ("tools", [{}]), ("min_tokens", 1), ("response_format", {"type": "json_object"}), ("echo", True),
+        ("functions", [{}]), ("min_tokens", 1), ("response_format", {"type": "json_object"}), ("echo", True),
         ("add_special_tokens", 0), ("skip_special_tokens", False), ("new", "x"), ("new", 0),
     ]  # fmt: skip
     for name, value in asked:
@@ -75,7 +75,7 @@ def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
 def test_bodies_that_pass() -> None:
     for prompt, wanted in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])):
         assert CompletionRequest.model_validate(TEXT | {"prompt": prompt}).prompts == wanted
-    optional = {name for name, field in CompletionRequest.model_fields.items() if not field.is_required()}
+    optional = {name for name, field in CompletionRequest.model_fields.items() if not field.is_required()} - {"model"}
     assert CompletionRequest.model_validate(TEXT | dict.fromkeys(optional)) == CompletionRequest.model_validate(TEXT)
     parts = [{"type": "text", "text": "Name a"}, {"type": "text", "text": "colour."}]
     turns = {"system": "\U0001f600", "developer": "Be brief.", "user": parts, "assistant": "Red."}
@@ -83,6 +83,30 @@ def test_bodies_that_pass() -> None:
     plain = [turn.plain for turn in ChatRequest.model_validate(CHAT | {"messages": messages}).messages]
     assert [turn["role"] for turn in plain] == ["system", "system", "user", "assistant"]
     assert [turn["content"] for turn in plain] == ["\U0001f600", "Be brief.", "Name a\ncolour.", "Red."]
+
+
+def test_tools_and_their_calls() -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    turns = [CHAT["messages"][0], {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": "c1", "content": "7"}]  # fmt: skip
+    body = CHAT | {"messages": turns, "tools": tools}
+    request = ChatRequest.model_validate(body)
+    function = {"name": "f", "arguments": {"a": [1]}}
+    assert request.messages[1].plain["tool_calls"] == [call | {"function": function}], "templates write the JSON"
+    assert request.messages[2].plain == {"role": "tool", "content": "7", "tool_call_id": "c1"}
+    assert request.callable_tools == tools
+    one = {"type": "function", "function": {"name": "g"}}
+    assert ChatRequest.model_validate(body | {"tool_choice": one}).callable_tools == tools[1:]
+    assert ChatRequest.model_validate(body | {"tool_choice": "none"}).callable_tools == []
+    other = {"type": "function", "function": {"name": "h"}}
+    for changes, param in (
+        ({"tools": tools * 250}, "tools"), ({"tools": tools[:1] * 2}, "tools"), ({"tool_choice": other}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [turns[1] | {"role": "user"}]}, "messages[0].tool_calls"),
+    ):  # fmt: skip
+        assert refusal(ChatRequest, body | changes).param == param
 
 
 RANGED = [item.name for item in fields(SamplingParams) if range_of(SamplingParams, item.name) is not None]

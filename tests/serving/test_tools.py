@@ -1,0 +1,64 @@
+"""Calls of functions in texts: each form, whole and in any pieces; what is no call stays text."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from drafter.serving.tools import ToolParser, has_marks
+
+ADD, NOW = ("add", '{"a": 1, "b": "}\\"{"}'), ("now", "{}")
+HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+def read(text: str, *, marks: bool, sizes: tuple[int, ...]) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls, of a text that comes in pieces, as a client joins them."""
+    parser, chance, content, calls = ToolParser({"add", "now"}, marks=marks), random.Random(1), "", dict[int, Any]()
+    while True:
+        size = chance.choice(sizes)
+        piece, text = text[:size], text[size:]
+        delta = parser.push(piece, is_last=not text)
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", []):
+            if "id" in part:
+                assert part["index"] not in calls and len(part["id"]) == 9 and part["type"] == "function"
+                calls[part["index"]] = [part["function"]["name"], ""]
+            calls[part["index"]][1] += part["function"]["arguments"]
+        if not text:
+            assert parser.num_calls == len(calls) and list(calls) == list(range(len(calls)))
+            return content, [(name, arguments) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize("sizes", [(10_000,), (1,), (1, 2, 3, 7)])
+@pytest.mark.parametrize(
+    ("marks", "text", "content", "calls"),
+    [
+        (True, HERMES.format(*ADD), "", [ADD]),
+        (True, f"First.\n{HERMES.format(*ADD)}\n{HERMES.format(*NOW)}", "First.", [ADD, NOW]),
+        (True, f"{HERMES.format(*NOW)} Done, I think.", " Done, I think.", [NOW]),
+        (True, '<tool_call>{"arguments": {"a": 2}, "name": "add"}</tool_call>', "", [("add", '{"a": 2}')]),
+        (True, '<tool_call>{"name": "now", "arguments": {}}', "", [NOW]),  # cut before the mark
+        (True, '<tool_call>\n{"name": "add", "arguments": {"a": ', "", [("add", '{"a": ')]),  # cut within
+        (False, '{"name": "add", "parameters": {"a": 1, "b": "}\\"{"}}', "", [ADD]),
+        (False, ' [{"name": "now", "arguments": {}}, {"name": "add", "arguments": {"a": 1}}]', "",
+         [NOW, ("add", '{"a": 1}')]),
+        # No calls: other names, other objects, marks in prose, a list.
+        *((marks, text, text, []) for marks, text in (
+            (True, "Use \n<tool_call> to call, a < b, x <tool"), (True, HERMES.format("other", "{}")),
+            (True, "<tool_call>{oops}</tool_call>\n"), (False, '{"name": "other", "parameters": {}}'),
+            (False, '{"colour": "red"} and more'), (False, '[1, 2] is a list'), (False, 'Say {"name": "now"}'),
+            (False, '{"name": "add"'), (True, ""), (False, " \n"),
+        )),
+    ],
+)  # fmt: skip
+def test_forms(marks: bool, text: str, content: str, calls: list[tuple[str, str]], sizes: tuple[int, ...]) -> None:
+    assert read(text, marks=marks, sizes=sizes) == (content, calls)
+    for _, arguments in calls:
+        assert json.loads(arguments) or arguments == "{}" if not text.endswith(": ") else arguments
+
+
+def test_the_form_is_the_templates() -> None:
+    assert has_marks("{{ messages }}") is None
+    assert has_marks("{% if tools %}<tool_call>{% endif %}") is True
+    assert has_marks("{% if tools %}[AVAILABLE_TOOLS]{% endif %}") is False
