@@ -50,6 +50,7 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
     rare: ClassVar = (
         "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tuned", "overwrite",
         "num_speculative_tokens", "max_model_len", "enable_prefix_caching", "prefill_chunk", "device_map",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     )  # fmt: skip
     prompt: tuple[str, ...] = ()
     prompts: str | None = None

@@ -6,7 +6,7 @@ the number of selected layers).
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,15 @@ class Spec(NamedTuple):
 def process_threads() -> int:
     """Threads of torch at the first call, before a runtime with threads of its own takes the cores."""
     return torch.get_num_threads()
+
+
+def check_rotation(config: dict[str, Any]) -> None:
+    """ValueError for rotary positions that turn more numbers than a head has, or whose base is no base of powers."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for name, is_fit in (("partial_rotary_factor", lambda n: 0 <= n <= 1), ("rope_theta", lambda n: n > 1)):
+        number = given.get(name, config.get(name))
+        if isinstance(number, int | float) and not is_fit(number):
+            raise ValueError(f"config.json: {name} is {number}, which makes no rotation")
 
 
 class Traits(NamedTuple):

@@ -4,7 +4,6 @@ A new runtime is one file and one line in :data:`RUNTIMES` (docs/architecture.md
 """
 
 import logging
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import transformers
 from safetensors import safe_open
 from transformers.utils import logging as transformers_logging
 
-from drafter.runtimes.base import Spec, Unsuitable
+from drafter.runtimes.base import Spec, Unsuitable, check_rotation
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch.quantized import BITS, has_plain_weights, reading_of, round_linears
 from drafter.runtimes.torch.runtime import TorchRuntime
@@ -105,7 +104,7 @@ def _check_layers(files: Sequence[Path]) -> None:
                 if "/" in kernel:  # transformers would fetch the kernel, and run its code
                     raise ValueError(f"config.json names the attention kernel {kernel!r} of a hub: take the name out")
             for part in parts:
-                _check_rotation(part)
+                check_rotation(part)
             counts = [part.get(name) for part in parts for name in ("num_hidden_layers", "n_layer", "num_layers")]
             wanted = max((count for count in counts if isinstance(count, int)), default=0)
         elif file.suffix == ".safetensors":
@@ -116,16 +115,6 @@ def _check_layers(files: Sequence[Path]) -> None:
     most = max(map(len, held.values()), default=0)
     if held and wanted > most:
         raise ValueError(f"config.json asks for {wanted:,} layers, and its files hold {most:,}")
-
-
-def _check_rotation(config: dict[str, Any]) -> None:
-    """ValueError for rotary positions that turn more numbers than a head has, or whose base is no power's."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {**{name: config.get(name) for name in ("partial_rotary_factor", "rope_theta")}, **given}
-    for name, low, high in (("partial_rotary_factor", 0.0, 1.0), ("rope_theta", 1.0 + 1e-6, math.inf)):
-        number = rope.get(name)
-        if isinstance(number, int | float) and not low <= number <= high:
-            raise ValueError(f"config.json: {name} is {number}, and must be from {low:g} to {high:g}")
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":

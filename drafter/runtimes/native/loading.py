@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafter.kernels import native
-from drafter.runtimes.base import Slots, Spec, Unsuitable
+from drafter.runtimes.base import Slots, Spec, Unsuitable, check_rotation
 from drafter.runtimes.native.family import FAMILIES
 from drafter.runtimes.native.runtime import NativeRuntime
 from drafter.runtimes.native.weights import (
@@ -118,6 +118,7 @@ def _read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
+        check_rotation(said)
         return AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers checks values with errors of many types; torch's loader names them
         raise Unsuitable(f"its configuration cannot be read ({type(error).__name__})") from error
