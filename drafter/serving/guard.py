@@ -85,7 +85,7 @@ class Guard:
                 self.metrics.requests.labels(_OUTCOME_OF.get(status, other)).inc()
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """ApiError for another host or an ambiguous body; under ``/v1`` for a wrong key or another type of body."""
+        """ApiError for another host or an ambiguous body; for a wrong key or another type of body, but at probes."""
         host = headers.get("host", "")
         if not self._is_own(host):
             message = f"this server is not {printable(host, 100)!r}: use its address, or set a key (--api-key)"
@@ -94,7 +94,7 @@ class Guard:
             # A proxy may find another end of the body, and read the rest as a further request.
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             raise ApiError(400, message, headers=_CLOSE)
-        if not scope["path"].startswith(("/v1/", "/infill")):
+        if not scope["path"].startswith(("/v1/", "/infill", "/openapi.json")):
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
         # All keys are compared, each in constant time, so the time reveals nothing of a key but its length.

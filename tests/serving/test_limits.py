@@ -51,7 +51,8 @@ def test_keys(strict: Live) -> None:
     with strict.http() as http:
         bad = ("Bearer wrong", "Bearer", "first-key", "Basic first-key")
         for headers in ({}, *({"Authorization": value} for value in bad)):
-            for answer in (http.post(CHAT, json=BODY, headers=headers), http.get("/v1/models", headers=headers)):
+            answers = [http.get(path, headers=headers) for path in ("/v1/models", "/openapi.json")]
+            for answer in (http.post(CHAT, json=BODY, headers=headers), *answers):
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
