@@ -5,7 +5,9 @@ the file. Source: the format's own specification.
 """
 
 import mmap
+import os
 import struct
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,9 +139,40 @@ def _read(memory: np.ndarray, has_lists: bool) -> Header:
     return Header(values, tensors, small + bytes(-len(small) % alignment), memory)
 
 
+class _File(mmap.mmap):
+    """A mapped file with a descriptor of its own."""
+
+    descriptor: int
+
+
 def mapped(file: Path) -> np.ndarray:
     """The bytes of a file where they lie (ValueError: it is empty)."""
     with file.open("rb") as stream:
         if not file.stat().st_size:
             raise ValueError(f"{file} is empty")
-        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        made = _File(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        made.descriptor = os.dup(stream.fileno())
+        weakref.finalize(made, os.close, made.descriptor)
+        return np.frombuffer(made, dtype=np.uint8)
+
+
+def whole(data: np.ndarray) -> np.ndarray:
+    """A copy of a part of :func:`mapped`, so that no page of the file stays in this process; other bytes themselves.
+
+    Raises:
+        ValueError: the file was shortened; whoever touched the missing bytes where they lay would end the process.
+    """
+    root: Any = data
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    file = root.base.obj if isinstance(root.base, memoryview) else None
+    if not isinstance(file, _File):
+        return data
+    start, copy = data.ctypes.data - root.ctypes.data, np.empty(data.shape, np.uint8)
+    left = memoryview(copy.reshape(-1))
+    while left:
+        number = os.preadv(file.descriptor, [left], start + copy.nbytes - len(left))
+        if not number:
+            raise ValueError("the file was shortened while it was read")
+        left = left[number:]
+    return copy

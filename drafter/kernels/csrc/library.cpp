@@ -155,13 +155,17 @@ static void write_group(const Type& t, const Group& r, long g, int o, uint8_t* t
     }
   }
   uint8_t* q = b + t.units() + t.smalls() + i * t.integers() + 4 * o;
-  auto put = [&](int width, int bits, int k, uint8_t* section) {  // of input k
-    section[64 * (k / 4 % width) + k % 4] |= bits << (k / 4 / width * width);
+  uint32_t words[8]; memcpy(words, r.q, 32);
+  auto put = [&](int width, int from, uint8_t* section) {  // four inputs a word
+    const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
+    for (int n = 0; n < width; n++) {
+      uint32_t all = 0;
+      for (int j = n; j < 8; j += width) all |= (words[j] >> from & mask) << (j / width * width);
+      memcpy(section + 64 * n, &all, 4);
+    }
   };
-  for (int k = 0; k < 32; k++) {
-    put(t.low, r.q[k] & ((1 << t.low) - 1), k, q);
-    if (t.high) put(t.high, r.q[k] >> t.low, k, q + 64 * t.low);
-  }
+  put(t.low, 0, q);
+  if (t.high) put(t.high, t.low, q + 64 * t.low);
 }
 static float read_float(int format, const uint8_t* row, long k) {
   if (format == F32) { float x; memcpy(&x, row + 4 * k, 4); return x; }

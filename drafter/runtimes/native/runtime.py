@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from drafter.kernels import native
 from drafter.runtimes.base import Slots, TargetOutput, Traits, Unsuitable, process_threads
@@ -139,7 +140,7 @@ class NativeRuntime:
         layers = (native.Layer * num_layers)()
         query, key = heads * dim, key_heads * dim
         has_gate = any(name.endswith(("gate_proj.weight", "gate_up_proj.weight")) for name in self._left)
-        for number in range(num_layers):
+        for number in tqdm(range(num_layers), desc="weights", unit="layer", delay=1, leave=False):
             lead, layer = _LAYER.format(number), layers[number]
             attention = lead + "self_attn."
             for name, place in self._fused(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafter.kernels import native
 from drafter.runtimes.base import Unsuitable
-from drafter.targets.gguf_header import mapped, read_header
+from drafter.targets.gguf_header import mapped, read_header, whole
 
 _MOST_HEADER = 100 << 20  # bytes, of a safetensors file
 _MOST_SIZES = 8  # of a shape
@@ -32,6 +32,7 @@ _GGUF: dict[int, tuple[str, int, int, Sequence[int]]] = {
 }  # fmt: skip
 _BLOCKS = {kind: (numbers, size) for kind, numbers, size, _ in _GGUF.values()}
 _SCALES = {kind: places for kind, _, _, places in _GGUF.values()}
+_EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 
 
 class Stored(NamedTuple):
@@ -53,7 +54,7 @@ class Stored(NamedTuple):
         """The numbers of a float tensor, float32 in the tensor's shape (ValueError: it has blocks of integers)."""
         if self.kind not in _FLOATS:
             raise ValueError(f"a vector of shape {list(self.shape)} is stored as {self.kind}: the file is damaged")
-        numbers = torch.from_numpy(self.data.copy()).view(_FLOATS[self.kind]).float().view(self.shape)
+        numbers = torch.from_numpy(whole(self.data).copy()).view(_FLOATS[self.kind]).float().view(self.shape)
         return numbers if self.order is None else numbers[torch.from_numpy(self.order)]
 
 
@@ -238,10 +239,11 @@ def matrix(parts: Sequence[Stored], *, is_rounded: bool, target: str | None, bia
         bias: of all outputs, float32.
 
     Raises:
-        ValueError: a scale is no finite number.
+        ValueError: a scale or a weight is no finite number, or the file was shortened.
     """
     assert len({(part.kind, part.shape[1:]) for part in parts}) == 1, "parts differ"
     rows: list[int] = []
+    parts = [part._replace(data=whole(part.data)) for part in parts]
     for part in parts:
         _check_scales(part)
         starts = part.data.ctypes.data + np.arange(len(part.data)) * part.data.strides[0]
@@ -261,6 +263,11 @@ def _name_of(number: int) -> str:
 
 
 def _check_scales(stored: Stored) -> None:
+    if stored.kind in _EXPONENTS:
+        kind, exponent = _EXPONENTS[stored.kind]
+        if any(((part.view(kind) & exponent) == exponent).any() for part in np.array_split(stored.data, 16)):
+            raise ValueError(f"a number of a {stored.kind} matrix is not finite: the checkpoint is damaged")
+        return
     block = stored.data.reshape(-1, _BLOCKS[stored.kind][1])
     for at in _SCALES[stored.kind]:
         exponents = block[:, at + 1] & 0x7C

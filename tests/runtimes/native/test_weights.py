@@ -1,6 +1,7 @@
 """Readers of safetensors and GGUF: the numbers of the usual readers, and a named ValueError for whatever is damaged."""
 
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,6 +124,23 @@ def test_a_scale_that_is_no_finite_number_is_refused(kind: str, places: list[int
         rows[1, size + place : size + place + 2] = np.array([value], np.float16).view(np.uint8)
         with pytest.raises(ValueError, match=f"a scale of a {kind} matrix is no finite number"):
             matrix([Stored(kind, (3, 512), rows)], is_rounded=True, target=None, bias=None)
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_weights_that_are_not_finite_and_a_file_that_is_shortened_meanwhile_are_refused(kind: str, tmp_path) -> None:
+    rows = stored_rows(kind, 3000, 64)[0]
+    file = write_gguf(tmp_path / "a.gguf", {"a": (kind, rows)})
+    stored = open_gguf(file).tensors["a"]
+    assert numbers(stored).shape == (3000, 64)
+    for value in (torch.nan, -torch.inf):
+        weight = torch.ones(40, 64, dtype=FLOATS[kind])
+        weight[39, 63] = value
+        raw = weight.view(torch.uint8).numpy().reshape(40, -1)
+        with pytest.raises(ValueError, match=f"a number of a {kind} matrix is not finite"):
+            numbers(Stored(kind, (40, 64), raw))
+    os.truncate(file, file.stat().st_size - 100_000)
+    with pytest.raises(ValueError, match="the file was shortened while it was read"):
+        numbers(stored)
 
 
 def test_a_vector_of_integers_is_refused() -> None:
