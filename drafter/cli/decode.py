@@ -86,8 +86,11 @@ class Asked(NamedTuple):
 def decode(options: DecodeOptions) -> None:
     """Run `drafter decode`."""
     from drafter.engine.engine import Engine
+    from drafter.targets.catalog import check_chat_template
 
     asked = read_prompts(options.prompt, options.prompts, raw=options.raw)
+    if not options.raw:
+        check_chat_template(options.target, options.revision)
     if options.out is not None:
         check_output(options.out, overwrite=options.overwrite)
     engine = Engine.of(options)

@@ -74,9 +74,13 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
 
 def distill(options: DistillOptions) -> None:
     """Run `drafter distill`."""
+    from drafter.data.formats import read_rows
+    from drafter.distill.run import MAGPIE
     from drafter.distill.run import distill as run
     from drafter.utils.provenance import write_run_record
 
+    if options.prompts not in (None, MAGPIE):
+        next(read_rows(options.prompts, columns=options.columns), None)  # a missing file is told before models load
     answerer: Answerer
     if options.ray is not None:
         make = partial(engine_answerer, options)
@@ -105,7 +109,9 @@ def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
     from drafter.distill.run import EngineAnswerer
     from drafter.engine.engine import Engine
     from drafter.engine.settings import resolve
+    from drafter.targets.catalog import check_chat_template
 
+    check_chat_template(options.target or "", options.revision)
     models, layers = options.load_models(), options.context_layers
     plan, states = resolve(options, *models), None
     if options.states is not None:

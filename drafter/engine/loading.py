@@ -3,9 +3,11 @@
 No torch is imported before a model is loaded.
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drafter.utils.io import first_line, recover
 
@@ -74,6 +76,10 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
     ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder of that name goes
     first.
     """
+    return _ready(_read_drafter(name), target)
+
+
+def _read_drafter(name: str) -> "RecurrentDrafter":
     from drafter.models.drafter import RecurrentDrafter
 
     folder = Path(name).expanduser()
@@ -86,15 +92,50 @@ def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
         raise FileNotFoundError(
             f"--drafter {name}: there is no such folder, and the package has no such drafter ({known})"
         )
-    place = str(folder) if folder.is_dir() else name
     try:
-        drafter = RecurrentDrafter.from_pretrained(place)
+        return RecurrentDrafter.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
         raise ValueError(f"--drafter {name} cannot be read: {first_line(error)}") from error
+
+
+def _ready(drafter: "RecurrentDrafter", target: "Target") -> "RecurrentDrafter":
     drafter.to(target.device, target.dtype)
     if not target.traits.is_trainable:
         drafter.pack()
     return drafter.eval().bind(target)
+
+
+def load_together(config: TargetConfig, drafter: str | None, draft_model: str | None) -> LoadedModels:
+    """The target with its drafter or draft model. What their files tell is compared before any weights are read.
+
+    Raises:
+        ValueError: a model cannot be loaded, or is no model for this target.
+    """
+    from drafter.targets.catalog import load_tokenizer, text_config_of
+
+    found = None if drafter is None else _read_drafter(drafter)
+    shared: Any = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if found is not None and (sizes := text_config_of(config.target, **shared)) is not None:
+        from drafter.models.drafter import check_target
+
+        fingerprint = found.config.target_fingerprint  # which the weights tell
+        told = {size: getattr(sizes, size, getattr(found.config, size)) for size in ("vocab_size", "hidden_size")}
+        check_target(found.config, SimpleNamespace(name=config.target, fingerprint=fingerprint, **told))
+    if draft_model is not None:
+        from drafter.proposers.draft_model import check_same_vocabulary
+
+        def told_of(name: str, **more: Any) -> SimpleNamespace:
+            size = text_config_of(name, **more).vocab_size
+            return SimpleNamespace(name=name, tokenizer=load_tokenizer(name, **more), vocab_size=size)
+
+        with contextlib.suppress(AttributeError):  # a configuration without a size: loading says so
+            check_same_vocabulary(told_of(draft_model), told_of(config.target, **shared))
+    target = config.load()
+    return LoadedModels(
+        target,
+        None if found is None else _ready(found, target),
+        None if draft_model is None else config.load(draft_model),
+    )
 
 
 def shipped_drafters() -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_drafter, shipped_drafter
+from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_together, shipped_drafter
 from drafter.proposers.options import METHODS, Drafting, Method, drafting_class
 from drafter.utils.validate import Checked, flag_of, require_choice, within
 
@@ -114,13 +114,8 @@ class EngineOptions(TargetConfig, EngineConfig):
 
     def load_models(self) -> LoadedModels:
         """The target, and the drafter or draft model of the method (ValueError if one cannot be loaded)."""
-        target, drafter = self.load(), self.drafter_used
         has_draft_model = self.draft_model is not None and self.method in (None, "draft-model")
-        return LoadedModels(
-            target,
-            None if drafter is None else load_drafter(drafter, target),
-            self.load(self.draft_model) if has_draft_model else None,
-        )
+        return load_together(self, self.drafter_used, self.draft_model if has_draft_model else None)
 
 
 @dataclass(frozen=True, kw_only=True)

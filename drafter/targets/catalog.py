@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafter.utils.io import first_line, hidden_folder, locked, recover, replacing
 from drafter.utils.parse import read_json_object
@@ -199,17 +199,35 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
 
-def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
-    """Rows of the output matrix of the target `name`, as its config says; None where no config says a number."""
+def text_config_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The configuration of the text model of the target `name`, without its weights; None where none can be read."""
     from transformers import AutoConfig
 
     try:
         place = place_of(name, revision, has_weights=False)
         config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code)
-        size = config.get_text_config().vocab_size
+        return config.get_text_config(decoder=True)
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
+    """Rows of the output matrix of the target `name`, as its config says; None where no config says a number."""
+    config = text_config_of(name, revision=revision, trust_remote_code=trust_remote_code)
+    size = getattr(config, "vocab_size", None)
     return size if type(size) is int and size > 0 else None
+
+
+def check_chat_template(name: str, revision: str | None = None) -> None:
+    """ValueError if the files of the target `name`, as far as they are here, hold no chat template."""
+    folder = place_of(name, revision, has_weights=False)
+    settings = folder / "tokenizer_config.json" if isinstance(folder, Path) else None
+    if settings is None or not settings.is_file() or list(settings.parent.glob("*chat_template*")):
+        return
+    if not read_json_object(settings).get("chat_template"):
+        raise ValueError(
+            f"--target {name} has no chat template: take an instruction-tuned model, or give raw text (decode --raw)"
+        )
 
 
 def gguf_file(name: str) -> Path:
@@ -399,6 +417,50 @@ def _wheel_in(wheels: Path, source: Source, number: int) -> Path:
     if not file.is_file() or (number > 1 and file == wheels):
         raise FileNotFoundError(f"--wheel {wheels}: {name} is not there")
     return file
+
+
+class Kept(NamedTuple):
+    """A file or folder of `$DRAFTER_HOME`: its name, and what it was made from or whose target it is."""
+
+    path: Path
+    origin: str
+    num_bytes: int
+    last_use: float
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the next use makes the folder again."""
+        return self.path.parent.name == "targets"
+
+
+def kept_targets() -> list[Kept]:
+    """What is kept of targets on this machine, the longest unused first; files of the hub stand in the hub's cache."""
+    alias_of = {source.name: alias for alias, source in ALIASES.items()}
+    found = []
+    for path in (each for part in ("gguf", "targets") for each in (home_folder() / part).glob("[!.]*")):
+        origin = alias_of.get(path.name.removesuffix(".part"), "")
+        with contextlib.suppress(OSError, ValueError):
+            origin = f"made from {read_json_object(path / _RECORD)['source']}"
+        facts = [file.stat() for file in (path, *path.rglob("*")) if file.is_file()]
+        last = max((max(each.st_atime, each.st_mtime) for each in facts), default=0.0)
+        found.append(Kept(path, origin, sum(each.st_size for each in facts), last))
+    return sorted(found, key=lambda kept: kept.last_use)
+
+
+def clear(name: str | None) -> list[Kept]:
+    """Remove an alias' file, or the file or folder of that name; None: every folder that the next use makes again.
+
+    Returns what was removed (ValueError: nothing of that name is kept).
+    """
+    kept = kept_targets()
+    gone = [each for each in kept if (each.is_made if name is None else name in (each.path.name, each.origin))]
+    if name is not None and not gone:
+        known = ", ".join(each.path.name for each in kept)
+        raise ValueError(f"{name!r} is not in {home_folder()}, which holds {known or 'no targets'}")
+    for each in gone:
+        with _alone(each.path), hidden_folder(each.path) as scratch:
+            each.path.rename(scratch / each.path.name)
+    return gone
 
 
 def _sha256_of(file: Path) -> str:

