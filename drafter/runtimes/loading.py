@@ -90,6 +90,9 @@ def _read_model(spec: Spec, place: Path | str) -> tuple[Any, str]:
     if spec.device_map is None:
         # Transformers gives weights that it made plain the dtype of their scales.
         model = model.to(spec.device, dtype if scheme and has_plain_weights(model) else None)
+    if spec.is_whole and spec.device.type == "cpu":
+        for weight in model.parameters():  # transformers maps the file, which somebody may cut or change
+            weight.data = weight.data.clone()
     return model, scheme
 
 

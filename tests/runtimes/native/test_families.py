@@ -55,6 +55,12 @@ def native_target(folder: Path, **options: Any) -> Target:
     return target
 
 
+def test_no_weights_stay_mapped(tmp_path: Path) -> None:
+    saved("Llama", tmp_path)
+    loaded = [load_target(str(tmp_path), device="cpu", runtime=runtime) for runtime in ("native", "torch")]
+    assert len(loaded) == 2 and str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
 def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
