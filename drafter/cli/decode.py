@@ -44,11 +44,13 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
         compare: answer every prompt twice, plainly and with the method, and print both speeds, and the share of the
             accepted tokens that stand in the text before ("copied")
         max_num_seqs: prompts that are answered at the same time
+        json_schema: the answers are JSON of this schema, a file or the schema itself
     """
 
     common: ClassVar = ("target", "drafter", "prompt", "prompts", "max_new_tokens", "temperature", "out", "compare")
     rare: ClassVar = (
         "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tuned", "overwrite",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "choice", "grammar",
         "num_speculative_tokens", "max_model_len", "enable_prefix_caching", "prefill_chunk", "device_map",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     )  # fmt: skip
@@ -63,6 +65,11 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.json_schema is not None and not self.json_schema.lstrip().startswith("{"):
+            try:
+                object.__setattr__(self, "json_schema", Path(self.json_schema).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"--json-schema {self.json_schema} is no schema and no file of text") from error
         if self.compare and self.method == "none":
             raise ValueError("--compare sets a method beside plain decoding: give --method another value")
         if self.prediction is not None and not self.prediction.is_file():

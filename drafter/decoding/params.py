@@ -1,5 +1,6 @@
 """Sampling parameters of one request. Imports no torch."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -8,6 +9,7 @@ from drafter.utils.validate import SEED, Checked, Range, within
 
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 MAX_BIASED = 1024  # tokens with a bias
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # what an answer must look like; a request has one at most
 
 
 class TokenBias(dict[int, float]):
@@ -49,6 +51,10 @@ class SamplingParams(SamplingSettings):
         presence_penalty: is subtracted from the logits of tokens that the answer holds; 0 is off
         frequency_penalty: is subtracted for every occurrence in the answer; 0 is off
         repetition_penalty: divides the logits of tokens of prompt and answer (multiplies negative ones); 1 is off
+        json_schema: the answer is JSON of this schema, a text or a dict
+        regex: the answer matches this regular expression of Rust's syntax
+        choice: the answer is one of these texts
+        grammar: the answer follows this grammar, in the notation of llguidance (Lark) or GBNF
         logit_bias: numbers from -100 to 100, added to the logits of tokens, by token id
     """
 
@@ -59,6 +65,10 @@ class SamplingParams(SamplingSettings):
     presence_penalty: float = within(0.0, low=-2.0, high=2.0, mend="0 turns it off")
     frequency_penalty: float = within(0.0, low=-2.0, high=2.0, mend="0 turns it off")
     repetition_penalty: float = within(1.0, above=0.0, high=100.0, mend="1 turns it off")
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
     logit_bias: dict[int, float] = field(default_factory=TokenBias, metadata={"range": Range(low=-100.0, high=100.0)})
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -67,18 +77,30 @@ class SamplingParams(SamplingSettings):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "choice"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name} must be a sequence, not {value!r}")
             object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "logit_bias", _token_bias(self.logit_bias))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        given = [name for name in STRUCTURES if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} both say what the answer looks like: give one of them")
         super().__post_init__()
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
-        for text in self.stop:
+        for name, text in [("stop", text) for text in self.stop] + [("choice", text) for text in self.choice]:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}: every stop string must be text with at least one character")
+                raise ValueError(f"{name} holds {text!r}: every {name} must be text with at least one character")
+
+    @property
+    def structure(self) -> tuple[str, str] | None:
+        """The kind and the text of what the answer must look like, if something is asked for."""
+        kind = next((name for name in STRUCTURES if getattr(self, name)), None)
+        value = getattr(self, kind) if kind is not None else None
+        return None if kind is None else (kind, value if isinstance(value, str) else json.dumps(value))
 
     @property
     def signed_seed(self) -> int:

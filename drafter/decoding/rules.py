@@ -1,21 +1,25 @@
 """Rules of one request about the logits of a node, given the node's path: the text, and the drafted tokens above.
 
 A rule is a pure function of the path, so that plain and drafted decoding pick the same tokens. Rules read the target's
-logits before temperature and filters. A rule of numbers is an entry of ``_RULES``; its numbers are fields of
-:class:`Rules` and of ``SamplingParams``.
+logits before temperature and filters. A rule is an entry of ``_RULES``; its numbers are fields of :class:`Rules` and of
+``SamplingParams``. A grammar is a rule that the host computes: a :class:`Guide` makes masks of allowed tokens.
 
-Shapes: B rows · N tree nodes · S cache slots · V vocabulary · K biased tokens · M = S + N tokens of text and tree.
+Shapes: B rows · N tree nodes · S cache slots · V vocabulary · K biased tokens · M = S + N tokens of text and tree ·
+X = V / 8 bytes of a mask.
 """
 
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafter.decoding.params import MAX_BIASED, SamplingParams
 
 _NEUTRAL = SamplingParams()
+_MOST_SECONDS = 0.5  # for the mask of one node
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -37,20 +41,21 @@ class Paths(NamedTuple):
     history_BS: Tensor  # the text, root included; entries after the root are undefined
     length_B: Tensor  # position of the root
     num_prompt_B: Tensor  # tokens of the prompt
+    mask_BNX: Tensor | None = None  # uint8: bit k of byte x says whether a grammar allows token 8 x + k after a node
 
 
 def rules_of(params: Sequence[SamplingParams]) -> tuple[str, ...]:
     """The names of the rules that some row has, in their order."""
     used = {"bias": any(row.logit_bias for row in params)}
+    used["grammar"] = any(row.structure for row in params)
     used["penalties"] = any(getattr(row, name) != getattr(_NEUTRAL, name) for row in params for name in _PENALTIES)
     return tuple(name for name in _RULES if used[name])
 
 
 def numbers_of(params: Sequence[SamplingParams]) -> Rules:
     """B sampling parameters -> the numbers of their rules, on the CPU."""
-    presence_B, frequency_B, repetition_B = torch.tensor(
-        [[getattr(row, name) for row in params] for name in _PENALTIES]
-    )
+    numbers = [[getattr(row, name) for row in params] for name in _PENALTIES]
+    presence_B, frequency_B, repetition_B = torch.tensor(numbers, dtype=torch.float32)
     bias_BK = torch.zeros(len(params), MAX_BIASED)
     biased_BK = torch.zeros(len(params), MAX_BIASED, dtype=torch.int64)
     for row, each in enumerate(params):
@@ -103,5 +108,116 @@ def _penalise(logits_BNV: Tensor, rules: Rules, paths: Paths) -> None:
     logits_BNV.scatter_(2, index_BNM, own_BNM)
 
 
-# The rules in their order, vLLM's.
-_RULES = {"bias": _bias, "penalties": _penalise}
+def _mask(logits_BNV: Tensor, rules: Rules, paths: Paths) -> None:
+    """Forbid what the grammars of the rows do not allow."""
+    assert paths.mask_BNX is not None
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_BNV.device)
+    is_allowed_BNV = (paths.mask_BNX[..., None] >> bit_8).bitwise_and_(1).flatten(2)[..., : logits_BNV.shape[2]]
+    logits_BNV.masked_fill_(is_allowed_BNV == 0, -torch.inf)
+
+
+# The rules in their order, vLLM's; no bias brings a forbidden token back.
+_RULES = {"bias": _bias, "penalties": _penalise, "grammar": _mask}
+
+
+class TreeNode(NamedTuple):
+    """A node of a tree on the host."""
+
+    token: int
+    parent: int  # place in the list; the root, at place 0, is its own parent
+    depth: int
+
+
+class Guide:
+    """The state of a grammar behind the text of one request, which grows by :meth:`take`.
+
+    Args:
+        matcher: an ``llguidance.LLMatcher`` at the beginning of the answer.
+        ends: the tokens that end an answer, at least one. The grammar allows them where a text may end.
+
+    Attributes:
+        error: why the grammar fails, by a limit of time or size; empty: no failure.
+    """
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, tuple(ends)
+        self._is_over = False  # an end was taken; only ends follow
+        self.error = ""
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Go on behind tokens that the grammar allows."""
+        for token in token_ids:
+            self._is_over = self._is_over or token in self._ends
+            if not self._is_over and not self._matcher.consume_token(token):
+                self._fail(self._matcher.get_error())
+
+    def grow(self, nodes: Sequence[TreeNode], num_nodes: int, max_depth: int) -> list[TreeNode]:
+        """The nodes of a drafted tree that the grammar allows, and the tokens that the grammar forces behind them.
+
+        Where the grammar leaves one text, its tokens are certain: they cost no drafter. If the tree is full, certain
+        tokens go before drafted ones, and drafted ones of small depth before deeper ones.
+        """
+        children: dict[int, dict[int, int]] = {}
+        for place, node in enumerate(nodes[1:], start=1):
+            children.setdefault(node.parent, {})[node.token] = place
+        found, doubts = [TreeNode(nodes[0].token, 0, 0)], [0]
+
+        def visit(parent: int, drafted: int | None) -> None:
+            if found[parent].depth == max_depth:
+                return
+            forced, own = self._forced(), children.get(drafted, {}) if drafted is not None else {}
+            for token in [forced] if forced is not None else list(own):
+                if not self._consume(token):
+                    continue
+                found.append(TreeNode(token, parent, found[parent].depth + 1))
+                doubts.append(doubts[parent] + (forced is None))
+                if token not in self._ends:
+                    visit(len(found) - 1, own.get(token))
+                self._matcher.rollback(1)
+
+        if not self.error and not self._is_over:
+            visit(0, 0)
+        best = sorted(range(len(found)), key=lambda place: (doubts[place], found[place].depth))[:num_nodes]
+        kept = sorted(best, key=lambda place: found[place].depth)
+        place_of = {old: new for new, old in enumerate(kept)}
+        return [found[old]._replace(parent=place_of[found[old].parent]) for old in kept]
+
+    def fill(self, nodes: Sequence[TreeNode], mask_NX: np.ndarray) -> None:
+        """Write the masks of the tokens allowed behind each node of a tree that :meth:`grow` made."""
+        children: dict[int, list[int]] = {}
+        for place, node in enumerate(nodes[1:], start=1):
+            children.setdefault(node.parent, []).append(place)
+
+        def visit(place: int) -> None:
+            started = time.perf_counter()
+            mask_NX[place] = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            if self._matcher.is_error() or time.perf_counter() - started > _MOST_SECONDS:
+                self._fail(self._matcher.get_error() or "a mask takes too long")
+            for child in children.get(place, ()):
+                if nodes[child].token in self._ends:
+                    self._fill_ends(mask_NX[child])
+                elif self._consume(nodes[child].token):
+                    visit(child)
+                    self._matcher.rollback(1)
+
+        if self.error or self._is_over:
+            self._fill_ends(mask_NX[0])
+        else:
+            visit(0)
+
+    def _forced(self) -> int | None:
+        """The only token that the grammar allows next, if there is one."""
+        if self._matcher.is_stopped():  # at the end of the text; where several tokens end an answer, the first
+            return None if self._matcher.is_error() else self._ends[0]
+        return next(iter(self._matcher.compute_ff_tokens()), None)
+
+    def _consume(self, token: int) -> bool:
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def _fill_ends(self, mask_X: np.ndarray) -> None:
+        mask_X[:] = 0
+        for end in self._ends:
+            mask_X[end // 8] |= 1 << end % 8
+
+    def _fail(self, reason: str) -> None:
+        self.error = self.error or " ".join(reason.split())

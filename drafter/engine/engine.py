@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
+from drafter.engine.grammars import Grammars
 from drafter.engine.request import Prompt, Request, RequestOptions, StreamEvent, Update, encode_prompts
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
@@ -30,6 +31,7 @@ class Engine:
     Attributes:
         drafter: the drafter in use, if there is one.
         plan: the settings in use.
+        grammars: compile what answers must look like; any thread may ask.
 
     Args:
         target: the model that answers.
@@ -67,6 +69,7 @@ class Engine:
             self._plain = self.proposer
         self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner: Runner | None = None
+        self.grammars = Grammars(target)
         self._ids = count()
         self._is_arranged = True
         self._is_sized = False  # the sizer has chosen the tree of the present step
@@ -237,6 +240,7 @@ class Engine:
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         limit = min(params.max_new_tokens, room)
         request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, options=options or _NO_OPTIONS)
+        request.guide = self.grammars.guide(params)
         request.incremental_text = request.new_text(self.target.decode) if has_text else None
         return request
 

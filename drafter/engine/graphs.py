@@ -1,7 +1,7 @@
 """CUDA graphs of whole steps: a step that was seen before is one launch."""
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ from drafter.utils.io import first_line
 _log = logging.getLogger(__name__)
 _MOST_GRAPHS = 64  # an owner has no more
 T = TypeVar("T")
+Parts = Generator[Callable[[], None], None, T]
 
 
 class Graphs:
@@ -32,21 +33,22 @@ class Graphs:
         if is_on and torch.cuda.is_available():
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def run(self, owner: object, key: Hashable, function: Callable[[], T]) -> T:
-        """The result of a function without arguments.
+    def run(self, owner: object, key: Hashable, function: Callable[[], Parts[T]]) -> T:
+        """The result of a generator without arguments.
 
         Args:
             owner: lives as long as the graph, and is no part of the function's results.
             key: everything that the function reads besides the numbers in tensors.
-            function: launches kernels, and waits for nothing.
+            function: launches kernels, and waits for nothing. It yields functions for the host to call at this point,
+                which read and write tensors of fixed addresses: such a step is a graph for each part between them.
         """
         if not self.is_on:
-            return function()
+            return _run_parts(function())
         graphs = self._by_owner.setdefault(owner, {})
         if key in graphs:
             graphs[key] = replay = graphs.pop(key)  # the latest used stands last
-            return function() if replay is None else replay()
-        result = function()  # sets up what a recording may not: handles of libraries, kernels
+            return _run_parts(function()) if replay is None else replay()
+        result = _run_parts(function())  # sets up what a recording may not: handles of libraries, kernels
         if len(graphs) == _MOST_GRAPHS:
             del graphs[next(iter(graphs))]
         self.is_recording = True
@@ -59,16 +61,36 @@ class Graphs:
             self.is_recording = False
         return result
 
-    def _record(self, function: Callable[[], T]) -> Callable[[], T]:
-        """A function that replays the graph of ``function``."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and copy meanwhile: a drafter is loaded while the engine runs. The outer context
-        # restores the stream even if the recording fails.
-        with torch.cuda.stream(self._stream), torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
-            result = function()
+    def _record(self, function: Callable[[], Parts[T]]) -> Callable[[], T]:
+        """A function that replays the graphs of ``function``, and calls the host's functions between them."""
+        parts, graphs, works = function(), list[Any](), list[Callable[[], None]]()
+        result: Any = None
+        while len(works) == len(graphs):
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate and copy meanwhile: a drafter is loaded while the engine runs. The outer
+            # context restores the stream even if the recording fails.
+            with torch.cuda.stream(self._stream), torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
+                try:
+                    works.append(next(parts))
+                except StopIteration as end:
+                    result = end.value
+            graphs.append(graph)
 
         def replay() -> T:
-            graph.replay()
+            graphs[0].replay()
+            for work, graph in zip(works, graphs[1:], strict=True):
+                work()
+                graph.replay()
             return result
 
         return replay
+
+
+def _run_parts(parts: Parts[T]) -> T:
+    """The result of a generator, with the host's functions called where they are yielded."""
+    while True:
+        try:
+            work = next(parts)
+        except StopIteration as end:
+            return end.value
+        work()

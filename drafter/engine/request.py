@@ -13,6 +13,7 @@ from drafter.targets.chat import Chat
 from drafter.utils.validate import Checked, within
 
 if TYPE_CHECKING:
+    from drafter.decoding.rules import Guide
     from drafter.targets.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -147,12 +148,14 @@ class Request:
     stop_ids: frozenset[int]  # tokens that end the answer
     incremental_text: IncrementalText | None = field(default=None, repr=False)  # None: the caller wants no text
     options: RequestOptions = field(default_factory=RequestOptions)
+    guide: "Guide | None" = field(default=None, repr=False)  # of an answer that must look like something
     row: int = -1  # of the cache; -1 while the request waits, and after its end
     token_ids: list[int] = field(default_factory=list)  # generated, a produced stop token included
     num_accepted: list[int] = field(default_factory=list)  # draft tokens of each step
     num_prefilled: int = 0  # prompt tokens in the cache, never the last one, which is the first root
     num_drafted: int = 0  # tokens that the draft model has read, the last one perhaps not
     num_shared: int = 0  # prefilled tokens whose keys and values were copied from another row
+    error: str = ""  # why the request was taken out, if the engine did so
     finish_reason: FinishReason | None = None  # None while running; abort: the request was taken out
     started: float | None = None  # time of the first prefill
     first_token: float | None = None
@@ -235,6 +238,11 @@ class Request:
                 self.finish("stop" if is_stop else "length")
                 break
         taken = self.token_ids[num_before:]
+        if self.guide is not None:  # the request goes on
+            self.guide.take(taken)
+            if self.guide.error:
+                self.error = f"the form of the answer: {self.guide.error}"
+                self.finish("abort")
         self.num_accepted.append(min(len(taken), len(emitted) - 1))
         return taken
 
@@ -242,7 +250,7 @@ class Request:
         """End the request, unless the request has ended; the row is free at the next step."""
         if self.is_finished:
             return
-        self.finish_reason = reason
+        self.finish_reason, self.guide = reason, None
         self.finished = time.perf_counter()
         if self.incremental_text is not None:
             self.incremental_text.finish()

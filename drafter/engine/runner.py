@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
-from drafter.decoding.rules import Paths, Rules, apply_rules, numbers_of, rules_of
+from drafter.decoding.rules import Guide, Paths, Rules, TreeNode, apply_rules, numbers_of, rules_of
 from drafter.decoding.sampling import Noise, has_kernels, make_warp, pick_nodes
 from drafter.decoding.transfer import Told, to_device
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks
-from drafter.engine.graphs import Graphs
+from drafter.engine.graphs import Graphs, Parts
 from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
@@ -77,6 +78,9 @@ class Runner:
         self._params = [_NO_PARAMS] * num_rows
         self._decided: tuple[list[SamplingParams], dict[str, list[bool]]] = [], {}
         self._views, self._rules = Told(device), Told(device)
+        self._guides: dict[int, Guide] = {}  # of the rows of this step
+        self._trees: dict[int, list[TreeNode]] = {}  # of the rows with guides
+        self._masks: dict[int, Tensor] = {}  # by the number of nodes, for all rows
         self._tell([])
         self._graphs = Graphs(is_on=plan.compile)
 
@@ -172,6 +176,7 @@ class Runner:
             max_committed: committed slots of the longest row, known to the host.
         """
         self._tell(requests)
+        self._guides = {request.row: request.guide for request in requests if request.guide is not None}
         wanted = self._wanted(requests)
         decided = self._views.of(num_rows)
         prediction_BP, num_predicted = None, max(self._num_predicted[:num_rows])
@@ -195,8 +200,8 @@ class Runner:
 
     def _run(
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A step on the device: its results as packed words, and the results.
+    ) -> Parts[tuple[Tensor, dict[str, Tensor]]]:
+        """A step on the device: its results as packed words, and the results. It yields the host's part of grammars.
 
         What a step reads besides tensors of fixed addresses is in the key of its graph.
         """
@@ -208,8 +213,10 @@ class Runner:
             is_drafted_B1 = self._views.of(len(rows.root_B))["is_drafted_B"][:, None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
+        if "grammar" in self._rule_names:
+            yield partial(self._guide_trees, candidates, proposer.max_depth)
         keeps_logits = wanted.num_top is not None
-        accepted, logits_BNV, context_BNC = self._verify(
+        accepted, logits_BNV, context_BNC = yield from self._verify(
             rows, candidates, noise, proposer.max_depth, keeps_logits=keeps_logits
         )
         emitted_BZ = accepted.emitted(candidates)
@@ -327,7 +334,7 @@ class Runner:
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int, *, keeps_logits: bool
-    ) -> tuple[AcceptedPath, Tensor, Tensor]:
+    ) -> Parts[tuple[AcceptedPath, Tensor, Tensor]]:
         """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
 
         The logits are the target's own if ``keeps_logits``; else rules may have changed the logits.
@@ -348,10 +355,45 @@ class Runner:
             history_BS, num_prompt_B = rows.history_BS[:, : rows.num_visible], self._num_prompt_B[: len(token_BN)]
             paths = Paths(token_BN, ancestor_BNN, history_BS, rows.length_B, num_prompt_B)
             rules = Rules(**self._rules.of(len(token_BN)))
+            if "grammar" in self._rule_names:
+                mask_BNX = self._mask_of(token_BN.shape[1])
+                yield partial(self._fill_masks, mask_BNX)  # while the device runs the forward
+                paths = paths._replace(mask_BNX=mask_BNX[: len(token_BN)])
             ruled_BNV = apply_rules(self._rule_names, ruled_BNV, rules, paths)
         pick_BN = pick_nodes(ruled_BNV, depth_BN, noise, rows.warp)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, output.context_BTC
+
+    def _guide_trees(self, candidates: Candidates, max_depth: int) -> None:
+        """Bring the trees of rows with guides under their grammars, in place. The host waits for the drafts."""
+        tree_XBN = torch.stack([each.long() for each in candidates[:4]]).cpu()
+        num_nodes = tree_XBN.shape[2]
+        for row, guide in self._guides.items():
+            tokens, parents, depths, is_node = tree_XBN[:, row].tolist()
+            kept = [node for node in range(num_nodes) if is_node[node]]
+            place = {node: index for index, node in enumerate(kept)}
+            nodes = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept]
+            is_drafted = self._decided[1]["is_drafted_B"][row]
+            nodes = guide.grow(nodes, num_nodes, max_depth) if is_drafted else nodes[:1]
+            self._trees[row] = nodes
+            padding = [[0, place, 0, 0] for place in range(len(nodes), num_nodes)]
+            tree_XBN[:, row] = torch.tensor([[*node, 1] for node in nodes] + padding).T
+        for own_BN, new_BN in zip(candidates[:4], to_device(self.target.device, *tree_XBN.unbind()), strict=True):
+            own_BN.copy_(new_BN)
+
+    def _mask_of(self, num_nodes: int) -> Tensor:
+        """The masks of all rows, uint8 [B, N, X], at an address that stays."""
+        if num_nodes not in self._masks:
+            shape = self.num_rows, num_nodes, -(-self.target.vocab_size // 32) * 4
+            self._masks[num_nodes] = torch.full(shape, 255, dtype=torch.uint8, device=self.target.device)
+        return self._masks[num_nodes]
+
+    def _fill_masks(self, mask_BNX: Tensor) -> None:
+        """Write the masks of the nodes of rows with guides; other rows and padding may have any token."""
+        filled_BNX = np.full(mask_BNX.shape, 255, dtype=np.uint8)
+        for row, guide in self._guides.items():
+            guide.fill(self._trees[row], filled_BNX[row])
+        mask_BNX.copy_(to_device(self.target.device, torch.from_numpy(filled_BNX))[0])
 
     def _commit(self, rows: RowState, accepted: AcceptedPath, emitted_BZ: Tensor, context_BNC: Tensor) -> None:
         """Move the accepted slots together and make the bonus token the root. Inactive rows do not change."""

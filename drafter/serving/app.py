@@ -189,6 +189,7 @@ class Server:
                     predicted = await _while_client_waits(request, work)
         except TimeoutError:
             raise late from None
+        await self._compile(body)
         kind = InfillAnswer if isinstance(body, InfillRequest) else Answer
         new_parser = None
         if isinstance(body, ChatRequest) and (tools := body.callable_tools):
@@ -212,6 +213,16 @@ class Server:
                 each = partial(self.encoder.encode, each)
             found.append(each if isinstance(each, list) else await each())
         return found
+
+    async def _compile(self, body: Generation) -> None:
+        """Compile what the answer must look like, outside of the event loop (ApiError: the client's mistake)."""
+        try:
+            params = body.params(self.max_length)
+            if params.structure is not None:
+                await asyncio.to_thread(self.worker.engine.grammars.guide, params)
+        except ValueError as error:
+            param = "response_format" if body.structured_outputs is None else "structured_outputs"
+            raise ApiError(400, str(error), param=param) from error
 
     def _requests(
         self, body: Generation, prompts: Sequence[list[int]], predicted: Sequence[int], ends: tuple[int, ...]

@@ -43,7 +43,7 @@ _IGNORED = {
 # Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`.
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "modalities": (["text"],), "reasoning_effort": ("none",),
     "min_tokens": (0,), "no_repeat_ngram_size": (0,), "best_of": (1,), "length_penalty": (1,),
     "repeat_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "n_probs": (0,), "dynatemp_range": (0,),
@@ -102,7 +102,7 @@ class _Body(BaseModel):
     def _refuse_unknown_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = cls.model_fields.keys() | _IGNORED
+        known = {field.alias or name for name, field in cls.model_fields.items()} | _IGNORED
         for name in data:
             if name not in known and data[name] not in (*_EMPTY, *_NEUTRAL.get(name, ())):
                 message = "'{name}' is not supported by this server: leave it out"
@@ -243,6 +243,51 @@ _PromptId = Annotated[StrictInt, Field(ge=0)]
 _StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
+class JsonSchema(_Body):
+    """The part of a response format that holds the schema."""
+
+    name: StrictStr = ""
+    description: StrictStr = ""
+    strict: StrictBool = True
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Body):
+    """What an answer of a chat must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("json_schema", "{name} belongs to type json_schema, which needs it")
+        return self
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The engine's parameter."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        return {"json_schema": {"type": "object"}} if self.type == "json_object" else {}
+
+
+class StructuredOutputs(_Body):
+    """What an answer must look like, as vLLM writes this."""
+
+    json_schema: dict[str, Any] | StrictStr | None = Field(default=None, alias="json")
+    json_object: StrictBool = False
+    regex: StrictStr | None = None
+    choice: Annotated[list[_StopText], Field(max_length=1024)] = []
+    grammar: StrictStr | None = None
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The engine's parameters."""
+        schema = {"type": "object"} if self.json_object else self.json_schema
+        return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+
+
 class Generation(_EngineFields):
     """The fields of both kinds of requests; here stand those that differ from the engine's."""
 
@@ -257,6 +302,8 @@ class Generation(_EngineFields):
     logit_bias: Annotated[
         dict[Annotated[int, Field(ge=0)], Annotated[_Number, _limits("logit_bias")]], Field(max_length=MAX_BIASED)
     ] = {}
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -276,6 +323,8 @@ class Generation(_EngineFields):
             raise refusal("stream_options", "{name} is only for streams: set stream to true")
         if self.return_token_ids and self.stream:
             raise refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
+        if self.response_format is not None and self.response_format.structure and self.structured_outputs is not None:
+            raise refusal("structured_outputs", "{name} and response_format say the same: give one of them")
         return self
 
     @property
@@ -293,6 +342,8 @@ class Generation(_EngineFields):
         own["top_k"], own["stop_token_ids"] = max(0, self.top_k), tuple(self.stop_token_ids)
         own["top_p"] = max(self.top_p, 1e-9)  # 0 keeps the likeliest token alone, like any value below its probability
         own["logit_bias"] = self.logit_bias
+        for form in (self.response_format, self.structured_outputs):
+            own |= form.structure if form is not None else {}
         own["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return SamplingParams(min(self.max_tokens or max_length, max_length), **own)
 

@@ -165,6 +165,9 @@ class Worker:
             if (choice := self._choices.get(request.request_id)) is None:
                 continue
             self._count(choice, update)
+            if update.finish_reason == "abort":
+                self._fail([request], ApiError(500, request.error))
+                continue
             try:
                 entry = choice.take(update)
             except Exception as error:  # of a stranger's decoder: the other answers go on

@@ -1,5 +1,6 @@
 """The official openai client against a live server."""
 
+import json
 import math
 from typing import Any
 
@@ -176,3 +177,44 @@ def test_what_the_client_makes_of_refusals(idle: Live) -> None:
             complete(idle, **fields)
         assert words in str(found.value.body)
         assert (found.value.status_code == 404) == ("model" in fields)
+
+
+def test_answers_look_as_they_must(idle: Live) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "switch", "schema": schema, "strict": True}}
+    texts = [chat(idle, response_format=form).choices[0].message.content]
+    texts += [
+        complete(idle, "x", {"structured_outputs": {"json": wanted}}, max_tokens=24).choices[0].text
+        for wanted in (schema, json.dumps(schema))
+    ]
+    assert {json.loads(text).keys() == {"on"} for text in texts} == {True}
+    assert chat(idle, response_format={"type": "json_object"}).choices[0].message.content.startswith("{")
+    choices = {"structured_outputs": {"choice": ["red", "blue"]}}
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chat(idle, choices, stream=True))
+    assert streamed == chat(idle, choices).choices[0].message.content and streamed in ("red", "blue")
+    wrong = (
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"minlength": 1}}}},
+            "minlength",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "json_object"}}, "give one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "give one"),
+    )
+    for extra, name in wrong:
+        with pytest.raises(openai.BadRequestError, match=name):
+            chat(idle, extra)
+
+
+def test_penalties_and_bias_change_the_answer_as_in_the_engine(idle: Live) -> None:
+    fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"101": 5}}
+    wanted = offline(MESSAGES, presence_penalty=1.5, frequency_penalty=0.5, logit_bias={101: 5}, repetition_penalty=1.2)
+    found = chat(idle, {"repetition_penalty": 1.2}, **fields)
+    assert found.choices[0].message.content == wanted.text != offline(MESSAGES).text

@@ -26,7 +26,7 @@ def refusal(kind: type[ChatRequest] | type[CompletionRequest], body: Any) -> Api
 @pytest.mark.parametrize("kind, body", [(ChatRequest, CHAT), (CompletionRequest, TEXT)])
 def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: Any, body: dict[str, Any]) -> None:
     asked: list[tuple[str, Any]] = [
-        ("functions", [{}]), ("min_tokens", 1), ("response_format", {"type": "json_object"}), ("echo", True),
+        ("functions", [{}]), ("min_tokens", 1), ("echo", True),
         ("add_special_tokens", 0), ("skip_special_tokens", False), ("new", "x"), ("new", 0),
     ]  # fmt: skip
     for name, value in asked:
