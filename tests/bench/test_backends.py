@@ -112,6 +112,15 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Pee
     assert "SSE3" in llama_cpp.build and len(llama_cpp.versions) == 1
 
 
+@pytest.mark.parametrize("speculation", ["lookup", "draft"])
+def test_llama_cpps_own_speculation_changes_no_text(speculation: str, target: Target, pythons: dict[str, str]) -> None:
+    spec = parse_method(f"llama-cpp:F32:{speculation}")
+    with closing(start_peer(target, spec, 1, 64, pythons, target.name)) as peer:
+        answers = peer.answer(PROMPTS, PARAMS)
+    assert [answer.token_ids for answer in answers] == plain_texts(target)
+    assert all(1 <= answer.num_forwards <= len(answer.token_ids) for answer in answers)
+
+
 def test_an_engine_that_dies_is_one_line(llama_cpp: PeerProcess) -> None:
     assert llama_cpp.process_id is not None
     os.kill(llama_cpp.process_id, signal.SIGKILL)
