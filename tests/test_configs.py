@@ -15,7 +15,6 @@ from drafter.serving.ray_app import read_args
 from drafter.training.module import DrafterModule
 from drafter.training.run import TrainCLI
 from drafter.utils.options import config_first, read_options
-from scripts import ablations
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "drafter" / "configs"
@@ -69,12 +68,6 @@ def test_configs_of_the_package_have_short_names() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["drafter"]
     shipped = {file for pattern in patterns for file in (ROOT / "drafter").glob(pattern)}
     assert set(FILES) <= shipped
-
-
-@pytest.mark.parametrize("name", ablations.VARIANTS)
-def test_variant_of_the_ablations_is_accepted(name: str) -> None:
-    settings = ablations.BASE | ablations.VARIANTS[name]
-    Parsed([*ablations.words_of(settings), "--data.train", "x.jsonl"])
 
 
 def test_all_files_of_one_target_name_the_same_target() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.grammars import Grammars
-from drafter.engine.request import Prompt, Request, RequestOptions, StreamEvent, Update, encode_prompts
+from drafter.engine.request import Prompt, Request, RequestOptions, Update, encode_prompts
 from drafter.engine.runner import Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
@@ -132,7 +132,7 @@ class Engine:
         *,
         raw: bool = False,
         options: RequestOptions | None = None,
-    ) -> Generator[StreamEvent, None, None]:
+    ) -> Generator[Update, None, None]:
         """Answer prompts; yields the new tokens after every step. Arguments and errors as of :meth:`generate`."""
         if not prompts:
             return
@@ -149,10 +149,10 @@ class Engine:
             for request in requests:
                 self.add(request)
             while self.has_work:
-                for request, token_ids, *_ in self.step():
-                    text = request.incremental_text.take() if request.incremental_text is not None else ""
-                    done = request if request.is_finished else None
-                    yield StreamEvent(place_of[request.request_id], token_ids, text, done)
+                for update in self.step():
+                    text = update.request.incremental_text
+                    index = place_of[update.request.request_id]
+                    yield update._replace(index=index, text="" if text is None else text.take())
         finally:
             # A caller that stops iterating leaves no running row.
             for request in requests:
@@ -271,20 +271,23 @@ class Engine:
             self._catch_up(proposer, active)
         num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
         started = time.perf_counter()
-        results = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
-        seconds, speculated = time.perf_counter() - started, zip(active, results, strict=True)
-        accepted = [len(result.emitted) - 1 for request, result in speculated if request.options.speculate]
+        emitted = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
+        seconds = time.perf_counter() - started
+        accepted = [update.num_accepted for update in emitted if update.request.options.speculate]
         if self._sizer is not None and self._is_sized:
             self._sizer.observe(accepted, seconds, runner.num_verified)
             self._tell(self._sizer)
-        updates = []
-        for request, result in zip(active, results, strict=True):
-            taken = request.extend(result.emitted)
-            request.num_drafted = request.num_committed if proposer.reads_every_token else request.num_drafted
-            logprobs = result.logprobs and result.logprobs[: len(taken)]
-            reason = request.finish_reason
-            updates.append(Update(request, taken, request.num_accepted[-1], reason, logprobs, result.tree))
-        return updates
+        return [self._taken(update, proposer) for update in emitted]
+
+    def _taken(self, update: Update, proposer: Proposer) -> Update:
+        """The part of a step's tokens that belongs to the answer, which has it now."""
+        request = update.request
+        taken = request.extend(update.token_ids)
+        if proposer.reads_every_token:
+            request.num_drafted = request.num_committed
+        logprobs = update.logprobs and update.logprobs[: len(taken)]
+        reason = request.finish_reason
+        return Update(request, taken, request.num_accepted[-1], reason, logprobs, update.tree)
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
         """Draft with another drafter of the same target from the next step on. Call between steps.

@@ -282,29 +282,26 @@ class StepTree(NamedTuple):
     bonus_id: int
 
 
-class StepResult(NamedTuple):
-    """All emitted tokens of one request in a step, and what its options ask for."""
-
-    emitted: list[int]
-    logprobs: list[TokenLogprob] | None = None
-    tree: StepTree | None = None
-
-
 class Update(NamedTuple):
-    """What a step brought to one request, as it was at the step's end; the last two where its options ask for them."""
+    """What a step brought to one request, as it was at the step's end.
+
+    Attributes:
+        token_ids: new tokens; of :meth:`drafter.engine.runner.Runner.step` also those behind the end of the answer.
+        num_accepted: draft tokens among them.
+        logprobs, tree: where the request's options ask for them.
+        index, text: of :meth:`drafter.engine.engine.Engine.stream`: the prompt's place, and the new text.
+    """
 
     request: Request
     token_ids: list[int]
     num_accepted: int
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
     tree: StepTree | None = None
+    index: int = 0  # type: ignore[assignment]  # a field named like tuple.index, which nobody calls
+    text: str = ""
 
-
-class StreamEvent(NamedTuple):
-    """The new tokens and text of one prompt after a step and, at the end, the finished request."""
-
-    index: int  # type: ignore[assignment]  # a field named like tuple.index, which nobody calls
-    token_ids: list[int]
-    text: str
-    completion: Request | None
+    @property
+    def completion(self) -> Request | None:
+        """The finished request, at its end."""
+        return self.request if self.finish_reason is not None else None

@@ -23,7 +23,7 @@ from drafter.decoding.transfer import Told, to_device
 from drafter.decoding.tree import Candidates, ancestors
 from drafter.decoding.verify import AcceptedPath, accept_picks
 from drafter.engine.graphs import Graphs, Parts
-from drafter.engine.request import Request, StepResult, StepTree, TokenLogprob
+from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.engine.states import CacheWithStates
@@ -164,9 +164,7 @@ class Runner:
         return self.target.forward(token_BT, slots, self.cache, self._context_layers)
 
     @torch.inference_mode()
-    def step(
-        self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int
-    ) -> list[StepResult]:
+    def step(self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int) -> list[Update]:
         """Propose, verify, accept, commit for the rows 0 .. num_rows-1; the result of each request.
 
         Args:
@@ -267,7 +265,7 @@ class Runner:
             results |= {"path": accepted.path_BZ, "bonus": accepted.bonus_B}
         return results
 
-    def _hand_out(self, words_X: Tensor, results: dict[str, Tensor], requests: Sequence[Request]) -> list[StepResult]:
+    def _hand_out(self, words_X: Tensor, results: dict[str, Tensor], requests: Sequence[Request]) -> list[Update]:
         """The result of each request. Here the host waits for the device, once a step."""
         unpacked = _unpack(words_X.cpu(), list(results.values()))
         found = {name: each.tolist() for name, each in zip(results, unpacked, strict=True)}
@@ -286,7 +284,7 @@ class Runner:
             if request.options.want_tree:
                 tokens, parents, is_node = (found[name][row] for name in ("token", "parent", "is_node"))
                 tree = _tree_of(tokens, parents, is_node, found["path"][row][:num_emitted], found["bonus"][row])
-            handed.append(StepResult(emitted[:num_emitted], logprobs, tree))
+            handed.append(Update(request, emitted[:num_emitted], num_emitted - 1, None, logprobs, tree))
         return handed
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:

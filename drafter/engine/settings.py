@@ -218,7 +218,9 @@ def resolve(
         tree = Tree(*drafting.tree)
         if is_cpu:
             common["tries"] = trees_to_try(tree, copying=config.copying is not False, is_drafter=method == "drafter")
-            text += ", a smaller tree" * (method == "drafter") + ", copies alone" * (config.copying is not False)
+            text += ", a smaller tree" * (method == "drafter") + ", copies alone" * (
+                config.copying is not False and method != "lookup"
+            )
             text += " or plain, whatever is fastest while it runs"
         elif method != "draft-model":
             common["sizes"] = (assumed_plan(tree, cheap),)
@@ -233,7 +235,7 @@ def resolve(
         note = f"; {where}"
     elif method == "lookup" and drafter is None and config.method is None:
         note = "; there is no drafter"
-    return Plan(drafting=drafting, reason=f"{text}: {_origin(config, method, target)}{note}", **common)
+    return Plan(drafting=drafting, reason=text + note, **common)
 
 
 def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: bool) -> None:
@@ -304,14 +306,3 @@ def _refuse_unused(config: EngineConfig, method: Method) -> None:
         readers = " and ".join(f"--method {other}" for other, way in METHODS.items() if name in way.reads)
         given = f"--no-{name}" if value is False else flag_of(name) if value is True else f"{flag_of(name)} {value}"
         raise ValueError(f"{given} is for {readers}, and --method {method} does not read it: leave one of them out")
-
-
-def _origin(config: EngineConfig, method: Method, target: "Target") -> str:
-    """The origin of the settings of a method: what was given, and the device whose defaults the others are."""
-    names = [name for name in ("method", *METHODS[method].reads) if name != "tuned"]
-    given = [name for name in names if getattr(config, name) is not None]
-    if all(name in given or name == "copying" for name in names):
-        return "as given"
-    device = "a CPU" if target.device.type == "cpu" else target.device.type.upper()
-    default = f"default for {device}"
-    return f"{', '.join(map(flag_of, given))} as given, otherwise {default}" if given else default
