@@ -37,7 +37,7 @@ def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any], numb
 
     if (kind := value("general.architecture")) not in _FAMILIES:
         return None
-    names = _FIELDS | _FAMILIES[kind]
+    names = {**_FIELDS, **_FAMILIES[kind]}
     found = {field: value(f"ARCH.{key}") for key, field in names.items()}
     fields = {field: each for field, each in found.items() if each is not None}
     fields |= {field: value(f"tokenizer.ggml.{name}_token_id") for field, name in _TOKENS.items()}

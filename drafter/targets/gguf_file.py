@@ -91,7 +91,7 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     marks = ("quantization_config", "_model_name_or_path")  # of the file, not of the plain weights
     description = {key: value for key, value in found.to_dict().items() if key not in marks}
     config = type(found).from_dict({**description, "architectures": [architecture]})
-    ends = list(dict.fromkeys(_ends(header, found.eos_token_id))) or [None]
+    ends: list[int | None] = [*dict.fromkeys(_ends(header, found.eos_token_id))] or [None]
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, eos_token_id=ends if ends[1:] else ends[0]
     )

@@ -112,8 +112,8 @@ def _read(memory: np.ndarray, has_lists: bool) -> Header:
             kept.append(view[start:at])
     size = f"{values.get('general.architecture')}.vocab_size"
     if has_lists and size not in values:
-        name, number = size.encode(), len(values.get("tokenizer.ggml.tokens", ()))
-        kept.append(memoryview(struct.pack(f"<Q{len(name)}sII", len(name), name, 4, number)))
+        field, number = size.encode(), len(values.get("tokenizer.ggml.tokens", ()))
+        kept.append(memoryview(struct.pack(f"<Q{len(field)}sII", len(field), field, 4, number)))
     infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
     start = at
     for _ in range(num_tensors):
