@@ -148,7 +148,7 @@ class DraftModelProposer(Proposer):
         return self._draft.forward(token_BT, slots, self._cache).hidden_BTD
 
 
-def check_same_vocabulary(draft: Target, target: Target) -> None:
+def check_same_vocabulary(draft: Any, target: Any) -> None:
     """ValueError unless a token id means the same to both models, as far as tokenizers tell, or else sizes.
 
     Models with the same tokenizer may pad their output matrices to different sizes.
