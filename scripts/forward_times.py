@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Time of one forward over 1 to 300 tokens, memory and start: this package beside llama.cpp, random weights.
+"""Time of one forward over 1 to 300 tokens, memory and start: this package beside llama.cpp and beside the machine.
 
     python scripts/forward_times.py --shape 1b --ours BF16,Q8_0,Q4_0,Q4_1 --llama-cpp BF16,Q8_0,Q4_0,Q4_1 \\
         --llama-cpp-python /path/to/python --out forward-times.jsonl
+    python scripts/forward_times.py --file model.gguf --context 4000 --llama-cpp none --out forward-times.jsonl
 
 A Llama of --shape gets random weights, the default target's tokenizer and a GGUF file for each format. Every engine
 runs in a process of its own, one after the other, round after round. Logits of all tokens are computed, as a tree needs
-them. Eight tokens at once are compared with eight one by one, to the bit. The last table is a forecast, not a
-measurement.
+them. Eight tokens at once are compared with eight one by one, to the bit. The same run measures what the machine gives:
+bytes read by all cores from 1 GB, and products of float32 in torch, of which instructions for bytes do four times as
+many (VNNI), or twice as many (AVX2). A time's share is that of the larger limit: blocks read, or products. The last
+table is a forecast, not a measurement.
 
 Shapes: B rows · N tokens of a row · S visible slots.
 """
@@ -16,6 +19,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -26,7 +30,9 @@ import torch
 
 from drafter.bench.backends import PeerProcess
 from drafter.bench.measure import peak_memory
+from drafter.kernels import native
 from drafter.runtimes.loading import load_target
+from drafter.runtimes.native.runtime import NativeRuntime
 from drafter.targets.catalog import gguf_file, home_folder
 from drafter.targets.slots import Slots
 from drafter.utils.io import append, replacing
@@ -41,18 +47,20 @@ SHAPES = {
     "3b": (3072, 8192, 28, 24, 8),
 }
 SIZES = (1, 8, 16, 24, 300)
-NUM_CONTEXT, NUM_ROUNDS = 32, 8
+NUM_ROUNDS = 8
 FORECAST_CORES = (2, 8, 16)
 MOST_BANDWIDTH = 4  # how many times the measured bandwidth the forecast assumes at most
 
 
 def random_file(shape: str, weights: str) -> Path:
-    """The GGUF file of a shape with random matrices stored as `weights`, made once.
+    """The GGUF file of a shape with random matrices stored as `weights`, made once; a file is itself.
 
     Every layer has the same rows in an order of its own: no engine can keep one copy for all.
     """
     import gguf
 
+    if weights.endswith(".gguf"):
+        return Path(weights)
     out = home_folder() / "gguf" / f"random-{shape}.{weights}.gguf"
     if out.is_file():
         return out
@@ -108,8 +116,32 @@ def random_file(shape: str, weights: str) -> Path:
     return out
 
 
+def _best(call: Callable[[], object], rounds: int = 7) -> float:
+    """Seconds of the fastest of some calls."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 @torch.inference_mode()
-def measure_ours(name: str, shape: str) -> dict[str, Any]:
+def measure_limits() -> dict[str, float]:
+    """Bytes that all cores read in a second, and products that they make in a second by the best instructions."""
+    memory, square = torch.ones(1 << 28), torch.ones(2048, 2048)
+    speed = {"bytes": 4 * len(memory) / _best(memory.sum), "products": 2048**3 / _best(lambda: square @ square)}
+    speed["products"] *= 4 if "vnni" in native.instructions() else 2
+    return speed
+
+
+def share(ms: float, size: int, need: dict[str, float], speed: dict[str, float]) -> float:
+    """The part of a forward's time that the machine needs for its bytes, or for its products."""
+    return 1e3 * max(need["bytes"] / speed["bytes"], size * need["products"] / speed["products"]) / ms
+
+
+@torch.inference_mode()
+def measure_ours(name: str, shape: str, num_context: int) -> dict[str, Any]:
     """Times and memory of this process with one format of weights."""
     file = random_file(shape, name)
     with peak_memory(torch.device("cpu")) as memory:
@@ -117,40 +149,46 @@ def measure_ours(name: str, shape: str) -> dict[str, Any]:
         target = load_target(str(file), device="cpu")
         load_seconds = time.perf_counter() - start
         target.runtime.prepare_decoding()
-        num_slots = NUM_CONTEXT + max(SIZES)
+        num_slots = num_context + max(SIZES)
         cache = target.new_cache(1, num_slots)
         times: dict[int, list[float]] = {size: [] for size in SIZES}
         for _ in range(NUM_ROUNDS + 1):
             for size, series in times.items():
                 token_BN = torch.arange(size)[None]
-                position_BN = NUM_CONTEXT + token_BN
-                num_visible = max(64, size) + NUM_CONTEXT
+                position_BN = num_context + token_BN
+                num_visible = max(64, size) + num_context
                 slots = Slots(position_BN, position_BN, None, num_visible=num_visible)
                 start = time.perf_counter()
                 target.logits(target.forward(token_BN, slots, cache).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
     ms = {str(size): round(median(series[1:]), 2) for size, series in times.items()}
-    token_BN, position_BN = torch.arange(8)[None], NUM_CONTEXT + torch.arange(8)[None]
+    token_BN, position_BN = torch.arange(8)[None], num_context + torch.arange(8)[None]
     parts = [(token_BN, position_BN)], [(token_BN[:, [n]], position_BN[:, [n]]) for n in range(8)]
     whole, single = (
         torch.cat([target.forward(token, Slots(at, at, None), cache).hidden_BTD for token, at in each], dim=1)
         for each in parts
     )
     first_ms = times[SIZES[0]][0]
-    facts = {"runtime": target.runtime.name, "bits_equal": whole.equal(single)}
+    facts: dict[str, Any] = {"runtime": target.runtime.name, "bits_equal": whole.equal(single)}
+    if isinstance(target.runtime, NativeRuntime):
+        read = {matrix.blocks: matrix for name, (matrix, _, _) in target.runtime.places.items() if "embed" not in name}
+        read[target.runtime.head.blocks] = target.runtime.head
+        products = sum(matrix.outputs * matrix.inputs for matrix in read.values())
+        facts["need"] = {"bytes": sum(matrix.kept[0].nbytes for matrix in read.values()), "products": products}
     return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory["bytes"], **facts}
 
 
-def measure_llama_cpp(weights: str, shape: str, python: str) -> dict[str, Any]:
+def measure_llama_cpp(weights: str, shape: str, num_context: int, python: str) -> dict[str, Any]:
     """Times and memory of llama.cpp with one format of weights."""
     settings = {
-        "package": "llama-cpp-python", "model": str(random_file(shape, weights)), "num_tokens": 512, "eos": [],
+        "package": "llama-cpp-python", "model": str(random_file(shape, weights)), "num_tokens": num_context + 480,
+        "eos": [],
         "num_threads": torch.get_num_threads(), "is_cpu": True,
     }  # fmt: skip
     process = PeerProcess(settings, f"llama-cpp:{weights}", python)
     try:
         with peak_memory(torch.device("cpu"), process.process_id) as memory:
-            process.send({"sizes": SIZES, "num_context": NUM_CONTEXT, "num_rounds": NUM_ROUNDS})
+            process.send({"sizes": SIZES, "num_context": num_context, "num_rounds": NUM_ROUNDS})
             times = process.receive()
         ready = process.ready
     finally:
@@ -180,23 +218,29 @@ def main() -> None:
     parser.add_argument("--shape", default="1b", choices=SHAPES)
     parser.add_argument("--ours", default="BF16,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
     parser.add_argument("--llama-cpp", default="BF16,Q8_0,Q4_0,Q4_1", help="(default: %(default)s; none: nothing)")
+    parser.add_argument("--file", type=Path, help="a GGUF file in place of random weights")
+    parser.add_argument("--context", type=int, default=32, help="tokens before those of the forward (default: 32)")
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="Python that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and format (default: 2)")
     parser.add_argument("--out", type=Path, required=True, help="results file (.jsonl) to append to")
     args = parser.parse_args()
     wanted = [("Drafter", name) for name in args.ours.split(",") if name != "none"]
     wanted += [("llama.cpp", name) for name in args.llama_cpp.split(",") if name != "none"]
-    made_by, cores = run_record(), torch.get_num_threads()
+    if args.file:
+        has_peer = args.llama_cpp != "none"
+        wanted = [(engine, str(args.file)) for engine in ("Drafter", *(["llama.cpp"] if has_peer else []))]
+    made_by, cores, speed = run_record(), torch.get_num_threads(), measure_limits()
     found: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in wanted}
     for _ in range(args.rounds):
         for engine, name in wanted:
             if engine == "Drafter":
                 with get_context("spawn").Pool(1) as pool:
-                    record = pool.apply(measure_ours, (name, args.shape))
+                    record = pool.apply(measure_ours, (name, args.shape, args.context))
             else:
-                record = measure_llama_cpp(name, args.shape, args.llama_cpp_python)
+                record = measure_llama_cpp(name, args.shape, args.context, args.llama_cpp_python)
             found[engine, name].append(record)
             facts = {key: made_by[key] for key in ("machine", "versions", "git_revision", "date")}
+            facts |= {"context": args.context, "limits": speed}
             line = {"shape": args.shape, "engine": engine, "weights": name, "threads": cores, **record, **facts}
             append(args.out, json.dumps(line) + "\n")
     rows, later = [], []
@@ -205,11 +249,18 @@ def main() -> None:
         # The first process may write files that later ones read.
         peaks = " / ".join(f"{record['peak_bytes'] / 1e9:.1f}" for record in records[:2])
         loads = " / ".join(f"{record['load_seconds']:.1f}" for record in records[:2])
-        title = f"{engine} {name}"
-        rows.append([title, *(f"{ms[str(size)]:.0f}" for size in SIZES), peaks, loads])
+        title = f"{engine} {Path(name).stem}"
+        need = records[0].get("need")
+        shares = [f" ({share(ms[str(size)], size, need, speed):.0%})" if need else "" for size in SIZES]
+        rows.append(
+            [title, *(f"{ms[str(size)]:.0f}{of}" for size, of in zip(SIZES, shares, strict=True)), peaks, loads]
+        )
         later.append([title, *forecast(ms, cores)])
     cpu = made_by["machine"]["cpu"]
-    print(f"Milliseconds of one forward, {args.shape} with random weights, {cores} threads, {cpu}:\n")
+    what = args.file.stem if args.file else f"{args.shape} with random weights"
+    print(f"Milliseconds of one forward after {args.context} tokens, {what}, {cores} threads, {cpu}.")
+    limits = f"{speed['bytes'] / 1e9:.1f} GB/s read, {speed['products'] / 1e9:.0f} GMAC/s"
+    print(f"In brackets the share of the machine's limit: {limits}.\n")
     starts = "first / second process" if args.rounds > 1 else "first process"
     columns = [*(f"{size} tokens" for size in SIZES), f"peak GB, {starts}", f"load s, {starts}"]
     print(format_table(["weights", *columns], rows))
