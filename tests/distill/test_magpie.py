@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from drafter.data.reading import BUILTIN_PROMPTS
 from drafter.decoding.params import SamplingParams
 from drafter.distill.magpie import invent_prompts, problem_of, user_opening
-from drafter.distill.prompts import BUILTIN_PROMPTS, select_prompts
+from drafter.distill.prompts import select_prompts
 from tests.data.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from drafter.data.formats import Row
-from drafter.distill.prompts import BUILTIN_PROMPTS, EXCLUDED, AnswerSettings, missing_answers, select_prompts
+from drafter.data.reading import BUILTIN_PROMPTS
+from drafter.distill.prompts import EXCLUDED, AnswerSettings, missing_answers, select_prompts
 from tests.data.tiny import chat, write_jsonl
 
 
