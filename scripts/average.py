@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from drafter.data.encode import stop_token_ids
-from drafter.data.module import ChatDataModule
+from drafter.data.encode import RowEncoder, encode_files, stop_token_ids
 from drafter.integrations.export import export
 from drafter.models.checkpoint import drafter_of_checkpoint
 from drafter.models.drafter import RecurrentDrafter
+from drafter.targets.catalog import load_tokenizer
 from drafter.training.build import choose_draft_tokens, expect_same_shape
 from drafter.utils.io import first_line
 
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("drafters", nargs="+", help="folders or checkpoints; the last one has the draft vocabulary")
     parser.add_argument("--out", type=Path, required=True, help="folder of the mean")
     parser.add_argument("--answers", nargs="+", metavar="FILE", help="rows whose answers choose the draft tokens")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16, float32 or int8")
     args = parser.parse_args()
     try:
         drafters = [drafter_of_checkpoint(name).float() for name in args.drafters]
@@ -36,11 +37,12 @@ def main() -> None:
         if args.answers:
             if drafter.config.head != "tied":
                 raise ValueError("--answers is for a tied head: the weights of another one belong to its draft tokens")
-            data = ChatDataModule(args.answers, drafter.config.target_name)
-            data.setup()
-            ends = stop_token_ids(data.tokenizer)
-            print(choose_draft_tokens(drafter, data, drafter.config.num_outputs, always=ends))
-        export(drafter, args.out, facts={"mean_of": args.drafters})
+            name = drafter.config.target_name
+            tokenizer = load_tokenizer(name)
+            rows, _ = encode_files(args.answers, RowEncoder(tokenizer, name, vocab_size=drafter.config.vocab_size))
+            ends = stop_token_ids(tokenizer)
+            print(choose_draft_tokens(drafter, rows, drafter.config.num_outputs, always=ends))
+        export(drafter, args.out, dtype=args.dtype, facts={"mean_of": args.drafters})
     except (OSError, ValueError) as error:
         parser.error(first_line(error))
     print(f"the mean of {len(drafters)} drafters is in {args.out}")

@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -319,8 +318,10 @@ def train(check: Check) -> None:
     from torch.utils.data import DataLoader
 
     from drafter.data.rows import collate
-    from drafter.training.module import DrafterModule
-    from drafter.training.options import DrafterOptions, Objective
+    from drafter.models.config import DrafterConfig
+    from drafter.models.drafter import RecurrentDrafter
+    from drafter.training.module import DrafterModule, Teacher
+    from drafter.training.options import Objective, OptimOptions
 
     class Clock(Callback):
         """When each step ended. In between, torch warns of every wait for the device."""
@@ -351,15 +352,14 @@ def train(check: Check) -> None:
             with check.trying(target=name, loss=kind):
                 num_draft = min(32768, target.vocab_size // 2)
                 rank = 1024 if target.hidden_size >= 2048 else None
-                options = DrafterOptions(draft_length=5, draft_vocab_size=num_draft, block_rank=rank)
+                config = DrafterConfig(
+                    vocab_size=target.vocab_size, hidden_size=target.hidden_size, head="tied", draft_length=5,
+                    draft_vocab_size=num_draft, block_rank=rank,
+                )  # fmt: skip
+                drafter = RecurrentDrafter(config).to(target.device).bind(target)
                 ids = torch.randint(num_draft, (num_steps, num_rows, width))
                 batches = [collate([(row, torch.arange(width) >= width // 3) for row in batch]) for batch in ids]
-                data: Any = SimpleNamespace(
-                    token_counts=lambda size: torch.arange(size, 0, -1), cache_states=lambda *args, **kwargs: None,
-                    val_prompts=lambda num: ids[0, :num].tolist(),  # noqa: B023
-                )  # fmt: skip
-                module = DrafterModule(data, name, drafter=options, objective=objective)
-                module.load_target = lambda **_: target  # noqa: B023
+                module = DrafterModule(drafter, Teacher(target, drafter, torch.bfloat16), objective, OptimOptions())
                 clock = Clock()
                 memory(check)
                 trainer = Trainer(

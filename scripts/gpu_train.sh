@@ -53,10 +53,10 @@ mapfile -t files < <(find "$inputs" -maxdepth 1 -name '*.jsonl*' ! -name 'held-o
 held_out=$(find "$inputs" -maxdepth 1 -name 'held-out*.jsonl' | head -n 1)
 status=0
 "$python" -m drafter train --config smollm2-135m \
-    --data.train "[$(IFS=,; echo "${files[*]}")]" ${held_out:+--data.val "$held_out"} \
+    "${files[@]/#/--train=}" ${held_out:+--data.val "$held_out"} \
     --data.batch_tokens 32768 --model.objective.memory_mib 2048 --model.optim.lr 2e-3 \
     --trainer.accelerator "$accelerator" --trainer.devices 1 --trainer.max_time "${MAX_TIME:-00:00:08:00}" \
-    --trainer.enable_progress_bar false --trainer.default_root_dir "$work" --ckpt_path last "$@" || status=$?
+    --trainer.enable_progress_bar false --out "$work" --ckpt-path last "$@" || status=$?
 [ -e "$work/checkpoints/last.ckpt" ]
 rm -f "$out"/last.ckpt.part-*
 split -b 15M -d "$work/checkpoints/last.ckpt" "$out/last.ckpt.part-"

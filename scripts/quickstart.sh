@@ -15,7 +15,7 @@ drafter distill --target smollm2-135m --out $run/answers.jsonl --max-new-tokens 
 #   learn FOLDER OPTIONS..
 learn() {
     if [ -e "$1/drafter" ]; then return; fi
-    drafter train --config smollm2-135m-quick --trainer.default_root_dir "$1" --ckpt_path last "${@:2}"
+    drafter train --config smollm2-135m-quick --out "$1" --ckpt-path last "${@:2}"
     drafter export "$1/checkpoints/last.ckpt" --out "$1/drafter"
 }
 # The drafter that comes with the package goes on learning: two passes, with the draft tokens that it has.

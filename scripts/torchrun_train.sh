@@ -5,8 +5,8 @@
 #
 # NODE_RANK counts the machines from 0; MASTER_ADDR is the address of machine 0. All other arguments go to
 # `drafter train`. GPUS: processes per machine (default: its GPUs, or 1). The data and the target must be readable, and
-# trainer.default_root_dir writable, under the same path everywhere. Stopped by Ctrl-C or a failure, the run goes on with
-# --ckpt_path last, also on another number of machines.
+# out writable, under the same path everywhere. Stopped by Ctrl-C or a failure, the run goes on with
+# --ckpt-path last, also on another number of machines.
 set -euo pipefail
 
 nodes=${NNODES:-1}

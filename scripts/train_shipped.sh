@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The shipped drafter from nothing but this package: the target invents prompts and answers them, the drafter learns.
-#   scripts/train_shipped.sh [ROUNDS]
+# A drafter for a target from nothing but this package: the target invents prompts and answers them, the drafter learns.
+#   TARGET=smollm2-135m scripts/train_shipped.sh [ROUNDS]
+# TARGET: alias, hub id, folder or .gguf file (default: smollm2-135m). CONFIG: settings of the training (default: the
+# package's file of the target's name).
 # A round has two parts, each a program with half of the processor's cores, which together do more than one with all. A
 # part invents PROMPTS prompts, answers each twice, and learns the answers in EPOCHS passes at a constant rate. The next
 # round goes on from the mean of both parts' weights (arXiv 1805.09767), with draft tokens chosen from all answers so far.
@@ -15,9 +17,13 @@
 # OUT is the mean of START's weights and the last fall. FIRST: number of the first round (default: 1). The numbers of a
 # round's parts, twice its own and the one before, decide the prompts: on another machine, give numbers that were not
 # used.
-# WORK: folder of answers, states, checkpoints and log (default: runs/shipped); 5 GB. OUT: folder of the drafter.
-# EVALUATION: prompts to measure with, which are never learned (default: the package's). TEXT: a folder with a file of
-# conversations for each part, 1.jsonl.gz ..., to learn beside the answers (default: none).
+# WORK: folder of answers, states, checkpoints and log (default: runs/TARGET-shipped); 5 GB for the smallest target, and 2
+# bytes x hidden size for each position of a part. OUT: folder of the drafter (default: that of the package). The log has
+# the core-hours of each stage, and their sum. EVALUATION: prompts to measure with, which are never learned (default: the
+# package's). ASK: a folder with a file of prompts for each part, 1.jsonl ..., to answer beside the invented ones. TEXT: a
+# folder with a file of conversations for each part, 1.jsonl.gz ..., to learn beside the answers. MAX_NEW_TOKENS: of an
+# answer (default: 320). TRAIN_ON=answers leaves prompts out, and then the training runs no forward of the target: answering
+# keeps the hidden states. DTYPE: of OUT's weights; int8 halves the folder, and drafts on a CPU stay the same.
 set -euo pipefail
 rounds=${1:-8} first=${FIRST:-1} start=${START:-}
 for number in "$rounds" "$first"; do
@@ -34,10 +40,12 @@ fi
 . scripts/venv.sh
 use_venv
 
-work=${WORK:-runs/shipped} out=${OUT:-drafter/assets/smollm2-135m}
+target=${TARGET:-smollm2-135m}
+name=$(basename "$target" .gguf)
+config=${CONFIG:-$name} work=${WORK:-runs/$name-shipped} out=${OUT:-drafter/assets/$name}
 evaluation=${EVALUATION:-evaluation} exclude=${EVALUATION:-drafter/assets/evaluation-prompts.jsonl}
 mkdir -p "$work"
-drafter target fetch smollm2-135m
+case $target in */* | *.gguf) ;; *) drafter target fetch "$target" ;; esac
 
 # Run a command unless it is finished; the log gets the name, the core-hours and the command's last line. A subshell, as
 # bash would count the time of a background command that ends meanwhile.
@@ -52,11 +60,17 @@ stage() (
     mv "$work/$name.time" "$work/$name.done"
 )
 
-# Invent the prompts of a part and answer them.
+# Invent the prompts of a part and answer them, and answer those of a file.
 answer() {
-    stage "answers-$1" drafter distill --target smollm2-135m --prompts magpie --num-prompts "${PROMPTS:-1000}" \
-        --exclude "$exclude" --num-answers 2 --temperature 0,0.7 --max-new-tokens 320 --max-num-seqs 64 --seed "$1" \
-        --out "$work/answers-$1.jsonl"
+    stage "answers-$1" distill "$1" answers --prompts magpie --num-prompts "${PROMPTS:-1000}" --num-answers 2
+    if [ -n "${ASK:-}" ]; then stage "asked-$1" distill "$1" asked --prompts "$ASK/$1.jsonl"; fi
+}
+
+#   distill PART NAME OPTIONS..
+distill() {
+    drafter distill --target "$target" --exclude "$exclude" --temperature 0,0.7 --max-num-seqs 64 --seed "$1" \
+        --max-new-tokens "${MAX_NEW_TOKENS:-320}" --out "$work/$2-$1.jsonl" "${@:3}" \
+        ${TRAIN_ON:+--states "$work/states-$1"}
 }
 
 # Learn the answers of a part at a constant rate, or while the rate falls, from the weights of a drafter (none: new ones).
@@ -75,9 +89,10 @@ fall() {
 train_part() {
     local part=$1 start=$2
     shift 2
-    drafter train --config smollm2-135m --data.train "[$work/answers-$part.jsonl${TEXT:+,$TEXT/$part.jsonl.gz}]" \
-        --data.train_on everything --data.cache_hidden_states "$work/states-$part" --trainer.callbacks null \
-        --trainer.default_root_dir "$work/$name" ${start:+--model.init_from "$start"} --ckpt_path last "$@"
+    drafter train --target "$target" --config "$config" --train "$work/answers-$part.jsonl" \
+        ${ASK:+--train "$work/asked-$part.jsonl"} ${TEXT:+--train "$TEXT/$part.jsonl.gz"} \
+        --data.train_on "${TRAIN_ON:-everything}" --data.cache_hidden_states "$work/states-$part" --decode-prompts 0 \
+        --out "$work/$name" ${start:+--model.init_from "$start"} --ckpt-path last "$@"
     drafter export "$work/$name/checkpoints/last.ckpt" --out "$work/$name/drafter"
     python -c 'import json, sys; print(json.load(open(sys.argv[1]))["settings"]["trained_positions"], "positions")' \
         "$work/$name/drafter/run.json"
@@ -129,7 +144,7 @@ for round in $(seq "$first" "$last"); do
     fi
     if [ -z "${START:-}" ]; then
         for part in "$one" "$two"; do
-            learnt+=("$work/answers-$part.jsonl" ${TEXT:+"$TEXT/$part.jsonl.gz"})
+            learnt+=("$work/answers-$part.jsonl" ${ASK:+"$work/asked-$part.jsonl"} ${TEXT:+"$TEXT/$part.jsonl.gz"})
         done
         ends+=(--answers "${learnt[@]}")
     fi
@@ -158,7 +173,8 @@ for round in $(seq "$first" "$last"); do
     rm -rf "$work/states-$one" "$work/states-$two"
 done
 
-python scripts/average.py "${made_of[@]}" --out "$out"
+awk '{ sum += $2 } END { printf "all stages: %.1f core-hours\n", sum }' "$work/log"
+python scripts/average.py "${made_of[@]}" --out "$out" --dtype "${DTYPE:-bfloat16}"
 python - "$work" "$first" "$last" "${START:-}" "${TEXT:-}" "${made_of[@]}" >> "$out/README.md" << 'CARD'
 import json, sys
 from pathlib import Path
@@ -171,7 +187,7 @@ print(f"\n## How it was made\n\n`scripts/train_shipped.sh`, rounds {first} to {l
 print("| stage | core-hours and result |\n|---|---|")
 lines = [line.partition(": ") for line in (work / "log").read_text().splitlines()]
 for name, _, result in lines:
-    if "part" in name or name.startswith("answers"):
+    if "part" in name or name.startswith(("answers", "asked")):
         print(f"| {name} | {result} |")
 positions = sum(int(result.split()[-2]) for name, _, result in lines if "part" in name)
 print(f"\nIn all {positions / 1e6:.1f} million positions, those of earlier falls included.")

@@ -23,7 +23,7 @@ RULES = {
     "decoding": "kernels utils torch",
     "proposers": "decoding models targets kernels utils torch",
     "engine": "proposers decoding models runtimes targets kernels utils torch",
-    "data": "targets utils torch datasets lightning:module.py",
+    "data": "targets utils torch datasets",
     "distill": "data engine proposers decoding models targets utils torch ray:ray_answers.py",
     "serving": "engine proposers decoding models targets utils torch fastapi ray:ray_app.py",
     "integrations": "runtimes engine proposers decoding models targets utils torch transformers "

@@ -35,12 +35,13 @@ def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureF
     assert rows_of(tmp_path / "answers.jsonl") == answers
 
     config = yaml.safe_load((ROOT / "drafter/configs/train/smollm2-135m-quick.yaml").read_text())
-    config["data"] |= {"train": ["answers.jsonl"], "val": 0.1, "batch_tokens": 512, "max_length": 256}
-    config["trainer"] |= {"default_root_dir": "run", "max_steps": 30, "max_epochs": -1, "check_val_every_n_epoch": 100}
+    config["train"] = "answers.jsonl"
+    config["data"] |= {"val": 0.1, "batch_tokens": 512, "max_length": 256}
+    config["trainer"] |= {"max_steps": 30, "max_epochs": -1, "check_val_every_n_epoch": 100}
     (tmp_path / "quick.yaml").write_text(yaml.safe_dump(config))
     warm = ["--model.init_from", str(ROOT / "drafter/assets" / TARGET), "--model.drafter.draft_vocab_size", "8192"]
     for name, options in (("run", []), ("warm", [*warm, "--model.optim.lr", "3e-4"])):
-        train = ["train", "--config", "quick.yaml", "--trainer.default_root_dir", name, "--ckpt_path", "last"]
+        train = ["train", "--config", "quick.yaml", "--out", name, "--ckpt-path", "last"]
         assert main([*train, *options]) == 0
         assert main(["export", f"{name}/checkpoints/last.ckpt", "--out", f"{name}/drafter"]) == 0
     assert "weights start from" in capsys.readouterr().out

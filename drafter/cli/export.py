@@ -19,7 +19,8 @@ class ExportOptions(Options):
         checkpoint: a .ckpt file of `drafter train`; with --format apple or vllm also a drafter folder
         out: folder to write
         format: drafter, our own; apple, the published one; vllm, for vLLM with this package as its plug-in
-        dtype: number format of the weights
+        dtype: number format of the weights; int8 rounds matrices as decoding on a CPU does, which drafts the same from
+            half of the bytes
         target: with --format apple or vllm: the drafter's target, where the training run's name does not find it
         copying: with --format vllm: mix the drafts with copies from the text
     """
@@ -28,7 +29,7 @@ class ExportOptions(Options):
     checkpoint: Path
     out: Path
     format: Literal["drafter", "apple", "vllm"] = "drafter"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     target: str | None = None
     copying: bool = True
 
@@ -36,6 +37,8 @@ class ExportOptions(Options):
         super().__post_init__()
         if self.format == "drafter" and self.target is not None:
             raise ValueError("--target belongs to the formats for other programs: add --format apple or --format vllm")
+        if self.format != "drafter" and self.dtype == "int8":
+            raise ValueError(f"--dtype int8 is for our own format: give --format {self.format} another one")
         if self.format != "vllm" and not self.copying:
             raise ValueError("--no-copying belongs to the drafter's folder for vLLM: add --format vllm")
 

@@ -2,8 +2,7 @@
 
 `drafter WORDS --flags` looks WORDS up in `COMMANDS` and calls that function with its options, read as
 :mod:`drafter.utils.options` says: one frozen dataclass is the flags, the YAML keys, the Python arguments and the
-help. A function whose argument is a list of words reads its command line itself. The modules named here import torch
-inside their functions, so that every `--help` answers at once.
+help. The modules named here import torch inside their functions, so that every `--help` answers at once.
 """
 
 import contextlib
@@ -124,8 +123,6 @@ def _dispatch(words: list[str]) -> int:
         raise ValueError(f"unknown command {given!r}{suggestion(given, COMMANDS)}. Commands: {', '.join(COMMANDS)}")
     function, rest = load_command(name), words[len(name.split()) :]
     kind = options_class(function)
-    if kind is None:
-        return function(rest) or 0
     options = read_options(kind, rest, f"drafter {name}")
     if options is None:
         return 0
@@ -147,11 +144,11 @@ def load_command(name: str) -> Callable[..., int | None]:
     return getattr(import_module(module), function)
 
 
-def options_class(function: Callable[..., Any]) -> type[Options] | None:
-    """The dataclass of a command's options; None for a command that reads its words itself."""
+def options_class(function: Callable[..., Any]) -> type[Options]:
+    """The dataclass of a command's options."""
     (parameter,) = inspect.signature(function).parameters
-    hint = typing.get_type_hints(function)[parameter]
-    return hint if isinstance(hint, type) and issubclass(hint, Options) else None
+    hint: type[Options] = typing.get_type_hints(function)[parameter]
+    return hint
 
 
 def _overview(names: Sequence[str]) -> str:
@@ -159,6 +156,6 @@ def _overview(names: Sequence[str]) -> str:
     lines = ["usage: drafter COMMAND [--flags]", "", "Large language models answer faster, token for token the same.\n"]
     for name in names:
         function = load_command(name)
-        text = inspect.getdoc(options_class(function) or function) or ""
+        text = inspect.getdoc(options_class(function)) or ""
         lines.append(f"  {name:<12}  {text.partition(chr(10))[0]}")
     return "\n".join([*lines, "", "drafter COMMAND --help lists the flags of a command."])

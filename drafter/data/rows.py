@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 PAD_MULTIPLE = 8  # batches have few different widths
 _BATCH_ROWS = 1000  # rows in memory at once where all rows are read
 _MAX_TEXT_PROMPT = 32
+_MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
 
 
 class TokenRow(NamedTuple):
@@ -118,6 +119,17 @@ class TokenRows:
         num_prompt = int(loss_mask_T.to(torch.uint8).argmax())
         prompt_T = token_T[:num_prompt] if num_prompt > 1 else token_T[:-1][:_MAX_TEXT_PROMPT]
         return prompt_T.tolist()
+
+    def prompts(self, num: int) -> list[list[int]]:
+        """Token ids of the first ``num`` different prompts (ValueError: no row is long enough for one)."""
+        prompts = map(self.prompt_ids, range(len(self)))
+        found = list(dict.fromkeys(tuple(prompt) for prompt in prompts if len(prompt) >= _MIN_PROMPT))
+        if not found:
+            raise ValueError(
+                f"no held-out row gives a prompt of at least {_MIN_PROMPT} tokens with one to answer: hold longer rows "
+                "out, or name files for --data.val"
+            )
+        return [list(prompt) for prompt in found[:num]]
 
     def select(self, rows: Sequence[int]) -> "TokenRows":
         """These whole rows, in this order."""

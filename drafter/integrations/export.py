@@ -78,7 +78,7 @@ def export(
             memory, which stays as it is.
         out: the folder.
         format: ``drafter``, ``apple`` or ``vllm``.
-        dtype: ``bfloat16`` or ``float32`` weights.
+        dtype: ``bfloat16`` or ``float32`` weights; for ``drafter`` also ``int8``.
         target: the drafter's target or its name, for ``vllm`` and a tied head in ``apple``; None: by the drafter's own
             record.
         copying: of ``vllm``: mix the drafts with copies from the text.
@@ -102,7 +102,7 @@ def export(
         drafter = drafter_from_checkpoint(trained)
     else:
         drafter = drafter_of_checkpoint(source)
-    drafter.to(getattr(torch, dtype))
+    drafter.to(torch.float32 if dtype == "int8" else getattr(torch, dtype))
     if target is not None or format == "vllm" or (format == "apple" and drafter.config.head == "tied"):
         if not isinstance(target, Target):
             name = target or drafter.config.target_name
@@ -114,7 +114,7 @@ def export(
     with replacing(out) as folder:
         folder.mkdir()
         if format == "drafter":
-            _write_own(folder, drafter, trained, facts or {}, out)
+            _write_own(folder, drafter, trained, facts or {}, out, is_rounded=dtype == "int8")
         elif format == "apple":
             output_weight_VD = None if target is None else target.output_weight_VD
             apple_format.write_folder(folder, drafter.config, drafter.state_dict(), output_weight_VD)
@@ -126,7 +126,13 @@ def export(
 
 
 def _write_own(
-    folder: Path, drafter: RecurrentDrafter, trained: Mapping[str, Any], facts: Mapping[str, Any], earlier: Path
+    folder: Path,
+    drafter: RecurrentDrafter,
+    trained: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    earlier: Path,
+    *,
+    is_rounded: bool,
 ) -> None:
     """Write our own format; ``trained``: the checkpoint, of which run.json and the card tell the training."""
     facts = {
@@ -138,7 +144,7 @@ def _write_own(
         "data": trained.get("data", {}),
         **facts,
     }
-    drafter.save_pretrained(folder)
+    drafter.save_pretrained(folder, is_rounded=is_rounded)
     (folder / "README.md").write_text(model_card(drafter, facts), encoding="utf-8")
     write_run_record(folder, settings=facts)
     (folder / CUSTOM_GENERATE.name).mkdir()

@@ -26,7 +26,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from drafter.kernels import native
 from drafter.models.config import DrafterConfig
-from drafter.models.files import WEIGHTS, check_tensors, read_tensors
+from drafter.models.files import WEIGHTS, check_tensors, read_tensors, round_tensors
 from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.io import printable
 from drafter.utils.parse import read_json_object
@@ -185,13 +185,14 @@ class RecurrentDrafter(nn.Module):
         drafter.load_state_dict(dict(tensors), assign=True)
         return drafter.eval()
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights and config to a folder, for :meth:`from_pretrained` (OSError if a file cannot be written)."""
+    def save_pretrained(self, folder: str | Path, *, is_rounded: bool = False) -> None:
+        """Write weights, in 8 bits if ``is_rounded``, and config to a folder, for :meth:`from_pretrained` (OSError if a
+        file cannot be written)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.dtype, self.config.architectures = self.dtype, [type(self).__name__]
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(round_tensors(tensors) if is_rounded else tensors, folder / WEIGHTS, metadata={"format": "pt"})
         self.config.save_pretrained(folder)
 
     @property

@@ -1,4 +1,9 @@
-"""Reads and checks the tensors of a drafter's file: names, shapes, types, finite values, draft token ids."""
+"""Reads and checks the tensors of a drafter's file: names, shapes, types, finite values, draft token ids.
+
+A matrix may be stored in 8 bits, as decoding on a CPU rounds a matrix: groups of 32 inputs share a scale.
+
+Shapes: O outputs · G groups · I inputs of a group.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +16,7 @@ from torch import Tensor
 WEIGHTS = "model.safetensors"
 TUNED_FILE = "tuned.json"  # of `drafter tune`, beside a drafter
 TOKEN_IDS = "draft_token_ids_R"
+_SCALES, _GROUP = "_scales", 32  # end of the name of a matrix's scales; inputs that share one
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -24,9 +30,28 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
-        return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
+        tensors = {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
+        scale_OG, rounded = tensors.pop(name + _SCALES, None), tensors[name]
+        shape = (len(rounded), rounded.shape[-1] // _GROUP) if rounded.ndim == 2 else None
+        if scale_OG is None or scale_OG.shape != shape or rounded.shape[-1] % _GROUP or scale_OG.dtype != torch.float16:
+            raise ValueError(f"{path}: tensor {name!r} has 8 bits, and no scales that fit")
+        tensors[name] = (rounded.unflatten(1, (-1, _GROUP)).float() * scale_OG[..., None].float()).flatten(1)
+    return tensors
+
+
+def round_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with matrices in 8 bits and their scales, and vectors in float32."""
+    found = {name: tensor if name == TOKEN_IDS else tensor.float() for name, tensor in tensors.items()}
+    for name, weight in tensors.items():
+        if weight.ndim == 2 and weight.shape[1] % _GROUP == 0:
+            group_OGI = weight.float().unflatten(1, (-1, _GROUP))
+            scale_OG1 = (group_OGI.abs().amax(dim=2, keepdim=True) / 127).half()
+            rounded_OGI = (group_OGI / scale_OG1.float().clamp(min=1e-30)).round().clamp(-127, 127)
+            found[name], found[name + _SCALES] = rounded_OGI.to(torch.int8).flatten(1), scale_OG1[..., 0].contiguous()
+    return found
 
 
 def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], vocab_size: int, where: str) -> None:

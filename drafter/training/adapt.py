@@ -21,13 +21,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drafter.data.options import DataOptions
 from drafter.data.rows import prompt_digest
 from drafter.data.traffic import TrafficRow, read_traffic
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
-from drafter.training.options import AdaptOptions, DrafterOptions
+from drafter.training.options import (
+    AdaptOptions,
+    DrafterOptions,
+    ModelOptions,
+    Objective,
+    OptimOptions,
+    TrainOptions,
+)
 from drafter.training.run import train
 from drafter.utils.io import locked, write_atomic
 from drafter.utils.tables import format_table
@@ -39,7 +47,7 @@ _EPOCHS = 8
 _LR = 3e-4
 _BATCH_TOKENS, _MAX_LENGTH = 2048, 2**15
 _STATES_SHARE = 0.4  # of the minutes for the target's forward over the rows
-_SPEED_TOKENS = 2048
+_SPEED_TOKENS = 512
 _ROWS, _MADE = "rows.json", "drafter"  # of the hidden folder: facts about the frozen rows; the trained drafter
 
 
@@ -66,7 +74,8 @@ def adapt(
 
     Args:
         options: of the command; ``drafter`` is a folder.
-        load_target, load_drafter: load the target and a drafter for decoding.
+        load_target: loads the target once, for training and decoding.
+        load_drafter: loads a drafter for decoding.
         check_export, export: refuse a folder, write a drafter (:mod:`drafter.integrations.export`).
 
     Returns:
@@ -81,10 +90,10 @@ def adapt(
     key = [repr(options), _digest(drafter)]
     with _work_folder(out, key) as work:
         checkpoint, made = work / "checkpoints" / "last.ckpt", work / _MADE
-        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(load_target(), work, options)))
+        target = load_target()
+        _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(target, work, options)))
 
         def measured() -> dict[str, Figure]:
-            target = load_target()
             before, after = (
                 count_steps(target, load_drafter(str(folder), target), prompts, _NUM_TOKENS)
                 for folder in (drafter, made)
@@ -92,10 +101,9 @@ def adapt(
             return {name: compared(before[name], after[name]) for name in before}
 
         if not made.exists():
-            gc.collect()  # a target and what hangs on it refer to each other
-            train(_recipe(options, work, longest))
+            train(_recipe(options, target, work, longest), target)
             export(checkpoint, made)
-            gc.collect()
+            gc.collect()  # a trainer and what hangs on it refer to each other
         figures = {name: Figure(*numbers) for name, numbers in _kept(work / "figures.json", measured).items()}
         print(table(figures, {name: len(found) for name, found in prompts.items()}))
         has_gained = figures["traffic, with copies"].has_gained
@@ -186,40 +194,31 @@ def _tokens_per_second(target: Target) -> float:
     return _SPEED_TOKENS / statistics.median(seconds[1:])
 
 
-def _recipe(options: AdaptOptions, work: Path, longest: int) -> dict[str, Any]:
+def _recipe(options: AdaptOptions, target: Target, work: Path, longest: int) -> TrainOptions:
     """The settings of a training: the drafter's own shape, a low learning rate that falls with the time.
 
     ``longest``: tokens of the longest row, which is cut beyond ``_MAX_LENGTH``.
     """
     length = min(max(longest, _BATCH_TOKENS), _MAX_LENGTH)
     config = RecurrentDrafter.from_pretrained(options.drafter).config
-    rates = [1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length][: config.draft_length]
-    return {
-        "model": {
-            "target": options.target,
-            "revision": options.revision,
-            "trust_remote_code": options.trust_remote_code,
-            "init_from": options.drafter,
-            "drafter": {item.name: getattr(config, item.name) for item in fields(DrafterOptions)},
-            "objective": {"depth_rates": rates, "shared_tokens": 2048 if config.head == "tied" else 0},
-            "optim": {"lr": _LR, "warmup_steps": 10, "decay_share": 1.0, "minutes": options.minutes},
-        },
-        "data": {
-            "train": str(work / "train.jsonl"),
-            "val": str(work / "val.jsonl"),
-            "max_length": length,
-            "batch_tokens": length,
-            "cache_hidden_states": str(work / "states"),
-        },
-        "trainer": {
-            "max_epochs": _EPOCHS,
-            "gradient_clip_val": 1.0,
-            "num_sanity_val_steps": 0,
-            "default_root_dir": str(work),
-            **options.trainer,
-        },
-        "ckpt_path": "last",
-    }
+    rates = (1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length)[: config.draft_length]
+    model = ModelOptions(
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        init_from=options.drafter,
+        drafter=DrafterOptions(**{item.name: getattr(config, item.name) for item in fields(DrafterOptions)}),
+        objective=Objective(depth_rates=rates, shared_tokens=2048 if config.head == "tied" else 0),
+        optim=OptimOptions(lr=_LR, warmup_steps=10, decay_share=1.0, minutes=options.minutes),
+    )
+    data = DataOptions(
+        val=str(work / "val.jsonl"), max_length=length, batch_tokens=length, cache_hidden_states=str(work / "states")
+    )
+    trainer = {"max_epochs": _EPOCHS, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
+    device = {"accelerator": "cpu" if target.device.type == "cpu" else "auto", "devices": 1}
+    return TrainOptions(
+        target=options.target, train=(str(work / "train.jsonl"),), out=work, ckpt_path="last", model=model, data=data,
+        trainer=trainer | device | options.trainer,
+    )  # fmt: skip
 
 
 def _digest(drafter: Path) -> str:

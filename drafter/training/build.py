@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.data.parts import Parts
+from drafter.data.rows import TokenRows
 from drafter.models.checkpoint import drafter_of_checkpoint
 from drafter.models.config import DrafterConfig, shape_of
 from drafter.models.drafter import RecurrentDrafter
@@ -20,16 +22,16 @@ _NUM_SCALE_PROMPTS = 8
 
 
 def build_drafter(
-    target: Target, data: Any, options: DrafterOptions, init_from: str | None
+    target: Target, parts: Parts, options: DrafterOptions, init_from: str | None
 ) -> tuple[RecurrentDrafter, list[str]]:
     """A new drafter for ``target``, or the drafter of ``init_from``.
 
     Args:
         target: the frozen model.
-        data: a ChatDataModule (``token_counts`` and ``val_prompts`` are used).
+        parts: the answers to train on choose the draft tokens, held-out prompts the constants.
         options: shape.
         init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
-            no weights of tokens: where ``options`` ask for another number of draft tokens, ``data`` choose them.
+            no weights of tokens: where ``options`` ask for another number of draft tokens, the answers choose them.
 
     Returns:
         The drafter, and lines for the user about its origin.
@@ -48,7 +50,7 @@ def build_drafter(
     notes = []
     if init_from is None:
         drafter = RecurrentDrafter(config)
-        drafter.set_scales(*measure_scales(target, data.val_prompts(_NUM_SCALE_PROMPTS)))
+        drafter.set_scales(*measure_scales(target, parts.val.prompts(_NUM_SCALE_PROMPTS)))
         has_tokens = config.draft_vocab_size is None
     else:
         drafter = drafter_of_checkpoint(init_from).float().train()
@@ -58,7 +60,7 @@ def build_drafter(
         drafter.config.draft_length, drafter.config.target_name = config.draft_length, config.target_name
         notes.append(f"weights start from {init_from}")
     if not has_tokens:
-        notes.append(choose_draft_tokens(drafter, data, config.num_outputs, target.eos_token_ids))
+        notes.append(choose_draft_tokens(drafter, parts.train, config.num_outputs, target.eos_token_ids))
         drafter.config.draft_vocab_size = config.draft_vocab_size
     return drafter.bind(target), notes
 
@@ -84,13 +86,13 @@ def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
     yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
 
 
-def choose_draft_tokens(drafter: RecurrentDrafter, data: Any, size: int, always: Iterable[int]) -> str:
-    """Set the drafter's draft vocabulary: the ``size`` most frequent tokens of the answers of ``data``, and ``always``.
+def choose_draft_tokens(drafter: RecurrentDrafter, rows: TokenRows, size: int, always: Iterable[int]) -> str:
+    """Set the drafter's draft vocabulary: the ``size`` most frequent tokens of the rows' answers, and ``always``.
 
     Returns:
         A line for the user about it.
     """
-    count_V = data.token_counts(drafter.config.vocab_size)
+    count_V = rows.token_counts(drafter.config.vocab_size)
     ids_R = choose_draft_vocabulary(count_V, size, always)
     drafter.set_draft_token_ids(ids_R)
     share = float(count_V[ids_R].sum() / count_V.sum().clamp_min(1))

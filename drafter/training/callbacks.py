@@ -1,8 +1,11 @@
 """Callbacks of a run: real decoding as a validation metric, and checkpoints that survive stops."""
 
 import copy
+import resource
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -16,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
 
+from drafter.data.loader import TrainLoader
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Prompt
@@ -25,6 +29,8 @@ from drafter.targets.target import Target
 from drafter.utils.io import replacing
 
 _MEASURED_TOGETHER = 8  # prompts
+_PACE_STEPS = 3  # batches that tell the pace, behind the first one
+_FEW_POSITIONS = 10_000
 _MODES = {"drafter alone": False, "with copies": True}
 
 
@@ -57,14 +63,13 @@ class TokensPerStep(Callback):
 
     rising = ("val/tokens_per_step", "val/accepted")  # as of DrafterModule
 
-    def __init__(self, num_prompts: int = 8, max_new_tokens: int = 64) -> None:
+    def __init__(self, prompts: Sequence[Prompt], num_tokens: int) -> None:
         """
         Args:
-            num_prompts: held-out prompts to decode.
-            max_new_tokens: tokens for each.
+            prompts: held-out prompts to decode.
+            num_tokens: at most for each.
         """
-        self._num_prompts = num_prompts
-        self._params = SamplingParams(max_new_tokens=max_new_tokens)
+        self._prompts, self._params = prompts, SamplingParams(max_new_tokens=num_tokens)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.sanity_checking:
@@ -72,12 +77,11 @@ class TokensPerStep(Callback):
         target, length = module.teacher.target, module.drafter.config.draft_length
         drafter = copy.deepcopy(module.drafter).to(target.device, target.dtype).eval()  # the original goes on training
         config = EngineConfig(
-            beam_width=8, draft_length=length, tree_size=24, max_num_seqs=self._num_prompts,
+            beam_width=8, draft_length=length, tree_size=24, max_num_seqs=len(self._prompts),
             compile=False,  # the same layers run in training
         )  # fmt: skip
         with torch.autocast(target.device.type, enabled=False):
-            prompts = module.data.val_prompts(self._num_prompts)
-            answers = Engine(target, drafter, config).generate(prompts, self._params)
+            answers = Engine(target, drafter, config).generate(self._prompts, self._params)
         torch.set_num_threads(target.traits.num_threads)  # the engine leaves the cores to a native target's threads
         num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
         num_tokens = sum(len(answer.token_ids) for answer in answers)
@@ -85,6 +89,56 @@ class TokensPerStep(Callback):
         module.log("val/tokens_per_step", num_tokens / num_steps, prog_bar=True, sync_dist=True)
         for depth in range(1, length + 1):
             module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
+
+
+class Forecast(Callback):
+    """Says before the first step what a run takes, and after the first steps how long."""
+
+    def __init__(self, num_positions: int, *, is_new: bool) -> None:
+        """
+        Args:
+            num_positions: of a pass over the rows.
+            is_new: the weights are new ones.
+        """
+        self._num_positions, self._is_new = num_positions, is_new
+        self._seen: list[tuple[float, int]] = []  # time and positions after the first steps
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        num_steps, folder = trainer.estimated_stepping_batches, Path(trainer.default_root_dir)
+        num_weights = sum(weight.numel() for weight in pl_module.drafter.parameters())
+        state, free = 12 * num_weights / 1e9, shutil.disk_usage(folder).free / 1e9  # weights and Adam's two means
+        print(
+            f"{self._num_positions:,} positions a pass, {num_steps:,} steps in all; memory: {_peak_memory():.1f} GB so "
+            f"far and about {16 * num_weights / 1e9 + 0.3:.1f} GB more; checkpoints: 2 x {state:.2f} GB in {folder} "
+            f"({free:.1f} GB free)",
+            flush=True,
+        )
+        if self._is_new and self._num_positions < _FEW_POSITIONS:
+            print(
+                f"{self._num_positions:,} positions are too few for new weights to gain anything: make more answers "
+                f"({_FEW_POSITIONS:,} and more), or begin at a trained drafter with --model.init_from",
+                flush=True,
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if len(self._seen) > _PACE_STEPS or not trainer.is_global_zero:
+            return
+        self._seen.append((time.monotonic(), pl_module.num_positions))
+        if len(self._seen) == _PACE_STEPS + 1:
+            (began, before), (now, positions) = self._seen[0], self._seen[-1]
+            num_batches = (trainer.estimated_stepping_batches - trainer.global_step) * trainer.accumulate_grad_batches
+            seconds, speed = (now - began) / _PACE_STEPS, (positions - before) / max(1e-9, now - began)
+            pl_module.print(
+                f"{speed:,.0f} positions/s: {num_batches * seconds / 3600:.2f} hours to go, validations and limits of "
+                f"time left out; peak memory {_peak_memory():.1f} GB"
+            )
+
+
+def _peak_memory() -> float:
+    """GB of main memory that this process has taken at most, mapped files included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def last_checkpoint(trainer: Any) -> Path:
@@ -96,15 +150,27 @@ class SaveWhenStopped(Callback):
     """Writes ``last.ckpt`` after each validation, at the end of a run, and after Ctrl-C or SIGTERM.
 
     A stop waits for the end of the step or validation: a checkpoint in the middle of a step would lose the batch of the
-    step. A run that goes on with ``--ckpt_path last`` takes the next batch. A second Ctrl-C stops at once and saves
+    step. A run that goes on with ``--ckpt-path last`` takes the next batch. A second Ctrl-C stops at once and saves
     nothing. A run that fails saves nothing, because its weights may be the reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loader: TrainLoader, facts: Mapping[str, Any]) -> None:
+        """
+        Args:
+            loader: whose position every checkpoint holds, also one at the end of an epoch, where Lightning forgets.
+            facts: what every checkpoint says beside the module's own fields.
+        """
+        self._loader, self._facts = loader, facts
         self._signal = 0
         self._step = 0  # of the last whole step
         self.has_stepped = False  # before, an error is one of the checkpoint that a run resumes from
         self._saved_step = -1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint |= {"loader": self._loader.state_dict(), **self._facts}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loader.load_state_dict(checkpoint["loader"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
@@ -147,7 +213,7 @@ class SaveWhenStopped(Callback):
             return
         self._save_last(trainer)
         place = last_checkpoint(trainer)
-        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {place}. Go on with --ckpt_path last")
+        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {place}. Go on with --ckpt-path last")
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 
 

@@ -6,8 +6,6 @@ F feature size of the head.
 
 import math
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +15,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.data.module import ChatDataModule
 from drafter.data.rows import ChatBatch
 from drafter.models.drafter import RecurrentDrafter
-from drafter.runtimes.loading import load_target
 from drafter.targets.slots import TargetOutput
 from drafter.targets.target import Target
-from drafter.training.build import build_drafter, expect_same_shape, summary_lines
+from drafter.training.build import expect_same_shape
 from drafter.training.callbacks import last_checkpoint
 from drafter.training.losses import count_better, exact_loss, sampled_loss
 from drafter.training.optimizer import MuonAdam
-from drafter.training.options import DrafterOptions, Objective, OptimOptions
+from drafter.training.options import Objective, OptimOptions
 from drafter.training.pairs import Pairs, draft_index_of, select_pairs
 
 _TOP_K = (1, 8)  # drafted tokens among which the text's token is looked for
@@ -80,101 +76,42 @@ class PairedBatch(NamedTuple):
 
 
 class DrafterModule(LightningModule):
-    """Trains a RecurrentDrafter. The target is outside the module tree: no state dict, gradient or mode reaches it.
+    """Trains a RecurrentDrafter. The teacher is no module: no state dict, gradient or mode reaches the target.
 
     Attributes:
-        drafter: the trained drafter; exists after ``configure_model``.
-        teacher: the frozen target; exists after ``configure_model``.
+        drafter: the trained drafter.
+        teacher: the frozen target.
         num_positions: text positions (starts of at least depth 1) trained on so far, by all processes; the other
             processes count like this one.
+
+    Args:
+        drafter: on the device of the training, bound to the target.
+        teacher: see the attributes.
+        objective: the losses and their weights.
+        optim: optimizer and learning rate.
+
+    Raises:
+        ValueError: the objective does not fit the drafter or the target.
     """
 
     rising = ("val/top",)  # beginnings of the names of logged metrics of which more is better
-    drafter: RecurrentDrafter
-    teacher: Teacher
-    _draft_index_V: Tensor
 
-    def __init__(
-        self,
-        data: ChatDataModule,
-        target: str,
-        target_dtype: str = "auto",
-        quantization: str = "none",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        shard_target: bool = False,
-        drafter: DrafterOptions = DrafterOptions(),  # noqa: B008 (frozen)
-        objective: Objective = Objective(),  # noqa: B008 (frozen)
-        optim: OptimOptions = OptimOptions(),  # noqa: B008 (frozen)
-        init_from: str | None = None,
-    ) -> None:
-        """
-        Args:
-            data: the rows, which give draft vocabulary, scales and hidden states.
-            target: alias, hub id, folder or .gguf file.
-            target_dtype: float32, bfloat16, float16, stored, or auto, as the target is decoded.
-            quantization: int8 or int4 rounds the target's weights after loading; none.
-            revision: hub revision of the target.
-            trust_remote_code: run code of a hub model.
-            shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
-            drafter: shape of the drafter.
-            objective: the losses and their weights.
-            optim: optimizer and learning rate.
-            init_from: exported drafter or checkpoint for the weights, and for a draft vocabulary of the same size.
-        """
+    def __init__(self, drafter: RecurrentDrafter, teacher: Teacher, objective: Objective, optim: OptimOptions) -> None:
         super().__init__()
-        self.options, self.objective, self.optim_options = drafter, objective, optim
-        self.data = data
-        self._init_from, self._is_sharded = init_from, shard_target
-        # Who has a target already puts it in the place of this function.
-        self.load_target: Callable[..., Target] = partial(
-            load_target, target, dtype=target_dtype, quantization=quantization, revision=revision,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        self._rates = objective.rates(drafter.draft_length)
+        self.drafter, self.teacher, self.objective, self.optim_options = drafter, teacher, objective, optim
+        self._draft_index_V = draft_index_of(drafter.draft_token_ids_R.cpu(), teacher.target.vocab_size)
+        self._rates = objective.rates(drafter.config.draft_length)
         self._seed = torch.initial_seed()
         self.num_positions = 0
         self._clock = (0.0, 0)
         self._began = time.monotonic()
         self._norm: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # of a gradient: step, value, when copied
-
-    # -- set-up ----------------------------------------------------------------------------------------------------
-
-    def configure_model(self) -> None:
-        """Load the target, choose the draft vocabulary, measure the scales, make the drafter."""
-        if not hasattr(self, "drafter"):
-            # Lightning makes the accelerator the default device, also of tensors that belong to the host.
-            with torch.device("cpu"):
-                self._configure()
-
-    def _configure(self) -> None:
-        precision = str(self.trainer.precision)
-        if precision.startswith("16"):
-            # Its scaled gradients overflow now and then, which here is the end of a run.
-            raise ValueError(f"--trainer.precision {precision} is not supported: use bf16-mixed or 32-true")
-        num_shards = self.trainer.num_devices if self._is_sharded else 1
-        target = self.load_target(device=str(self.trainer.strategy.root_device), num_shards=num_shards)
-        drafter, notes = build_drafter(target, self.data, self.options, self._init_from)
-        self.drafter = drafter if target.device.type == "cpu" else drafter.to(target.device).bind(target)
-        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-        ids_R = self.drafter.draft_token_ids_R
-        teacher = Teacher(target, self.drafter, dtype)
-        # These attributes are neither modules nor buffers, so Lightning does not save, move or broadcast them.
-        self.teacher, self._draft_index_V = teacher, draft_index_of(ids_R.cpu(), target.vocab_size)
-        is_tied = self.drafter.config.head == "tied"
-        if self.objective.shared_tokens and not (is_tied and target.traits.has_plain_logits):
+        is_tied = drafter.config.head == "tied"
+        if objective.shared_tokens and not (is_tied and teacher.target.traits.has_plain_logits):
             raise ValueError(
-                f"--model.objective.shared_tokens {self.objective.shared_tokens} needs a tied head and a target whose "
+                f"--model.objective.shared_tokens {objective.shared_tokens} needs a tied head and a target whose "
                 "logits are products with its output matrix: give 0"
             )
-        if self.trainer.is_global_zero:
-            # Not self.print, which needs a progress bar; there is none yet.
-            print("\n".join([*notes, *summary_lines(self.drafter)]), flush=True)
-        layers = tuple(self.drafter.config.context_layers)
-        for is_turn in (self.trainer.is_global_zero, not self.trainer.is_global_zero):  # the first writes, others read
-            if is_turn:
-                self.data.cache_states(target, draft_length=len(self._rates), context_layers=layers)
-            self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
         """The schedule runs over the steps of the whole run."""
@@ -206,7 +143,6 @@ class DrafterModule(LightningModule):
             "seconds": self._seconds(),
             "num_processes": self.trainer.world_size,
             "optimizer": self.optim_options.optimizer,
-            "data": self.data.summary,
             "metrics": {
                 key: value for key, value in metrics.items() if key.startswith("val/") and math.isfinite(value)
             },

@@ -1,4 +1,4 @@
-"""Options of `drafter train` under the key ``model:``, and of `drafter adapt`. Frozen, checked on construction."""
+"""Options of `drafter train` and `drafter adapt`. Frozen, checked on construction."""
 
 import math
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from drafter.data.options import DataOptions
 from drafter.utils.options import Options
 from drafter.utils.validate import Checked, within
 
@@ -133,6 +134,74 @@ class OptimOptions(Checked):
             return (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
 
         return factor
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The drafter of a training, how the drafter learns, and the form of the target.
+
+    Attributes:
+        target_dtype: float32, bfloat16, float16, stored, or auto, as the target is decoded.
+        quantization: int8 or int4 rounds the target's weights after loading; none.
+        revision: hub revision of the target.
+        trust_remote_code: run code of a hub model.
+        shard_target: spread the target's layers over the devices of a node, for a target larger than one device.
+        drafter: shape of the drafter.
+        objective: the losses and their weights.
+        optim: optimizer and learning rate.
+        init_from: exported drafter or checkpoint for the weights, and for a draft vocabulary of the same size.
+    """
+
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16", "stored"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    shard_target: bool = False
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    objective: Objective = field(default_factory=Objective)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    init_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Options):
+    """Train a recurrent drafter for a frozen target.
+
+    The command prints the checkpoint; `drafter export CHECKPOINT --out DIR` turns the checkpoint into a drafter. Other
+    settings have longer names: --model.drafter.draft_vocab_size, --model.optim.lr, --data.cache_hidden_states,
+    --trainer.max_epochs and others, which --help-all explains and the files of the package use.
+
+    Attributes:
+        target: the language model to draft for: alias, hub id, folder or .gguf file
+        train: answers of the target, as `drafter distill` writes them: .jsonl, .json, both also .gz; .parquet, .csv; or
+            a hub data set (owner/name:split)
+        out: folder of checkpoints and logs
+        ckpt_path: resume from this checkpoint; last: from the newest one of the run, or from the start if there is none
+        wandb: Weights & Biases project to log to, beside the CSV files; offline where no key is configured
+        decode_prompts: held-out prompts to decode after each validation, for val/tokens_per_step; 0: none
+        decode_tokens: tokens of each of these answers
+        seed: of the weights, the order of the rows, and samples
+        model: drafter, losses and optimizer
+        data: rows and batches
+        trainer: settings of Lightning's trainer, such as --trainer.max_epochs 4
+        checkpoint: settings of Lightning's ModelCheckpoint, such as --checkpoint.monitor val/tokens_per_step
+    """
+
+    common: ClassVar = ("target", "train", "out", "ckpt_path", "wandb", "decode_prompts", "decode_tokens", "seed")
+    rare: ClassVar = ("model", "data", "trainer", "checkpoint")
+    kept: ClassVar = "--ckpt-path last goes on from the newest checkpoint"
+    target: str
+    train: tuple[str, ...]
+    out: Path = Path("runs/drafter")
+    ckpt_path: str | None = None
+    wandb: str | None = None
+    decode_prompts: int = within(0, low=0)
+    decode_tokens: int = within(64, low=1)
+    seed: int = within(0, low=0, high=2**32 - 1)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

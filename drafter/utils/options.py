@@ -12,9 +12,9 @@
     options = read_options(ToyOptions, ["--config", "toy.yaml", "--top-k", "5"])
 
 jsonargparse parses; the arguments for it are made here. ``x: bool = True`` is ``--x`` and ``--no-x``; a
-``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a flag that may be repeated. Precedence: default < file
-of ``--config`` < flag that was given, in whatever order the words stand. ``--print-config`` prints all values as a file
-for ``--config``.
+``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a flag that may be repeated; a dataclass has flags with
+dots, ``--x.y 1``. Precedence: default < file of ``--config`` < flag that was given, in whatever order the words stand.
+``--print-config`` prints all values as a file for ``--config``, ``--help-all`` the help of rare fields, too.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -39,7 +39,8 @@ class Options(Checked):
     Attributes of the class:
         positional: the field that is given without a flag.
         common: fields that the help shows first.
-        rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only.
+        rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only, and
+            ``--help-all`` explains.
         kept: what Ctrl-C leaves of the command's work, and how to go on.
     """
 
@@ -77,7 +78,8 @@ def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "d
     Raises:
         ValueError: an unknown flag or key, a value of the wrong type or out of range, or a missing one.
     """
-    parser = _parser(kind, command)
+    parser = _parser(kind, command, is_whole="--help-all" in words)
+    words = ["--help" if word == "--help-all" else word for word in words]
     try:
         values = parser.parse_args([_dashed(word) for word in config_first(words, command.rpartition(" ")[2])])
     except argparse.ArgumentError as error:
@@ -177,14 +179,16 @@ class _Repeated(argparse.Action):
         setattr(namespace, self.dest, self._given)
 
 
-def _parser(kind: type[Options], command: str) -> Any:
+def _parser(kind: type[Options], command: str, *, is_whole: bool = False) -> Any:
     from jsonargparse import ArgumentParser
+
+    rare = () if is_whole else kind.rare
 
     class Help(argparse.HelpFormatter):
         """Leaves out the rare fields; what argparse.SUPPRESS hides is missing in --print-config too."""
 
         def add_argument(self, action: argparse.Action) -> None:
-            if action.dest not in kind.rare:
+            if action.dest.partition(".")[0] not in rare:
                 super().add_argument(action)
 
     limit_yaml()
@@ -196,7 +200,7 @@ def _parser(kind: type[Options], command: str) -> Any:
     parser = ArgumentParser(
         prog=command, usage=f"{command} {''.join(needed)}[--flags]", exit_on_error=False, allow_abbrev=False,
         description=re.split(r"\n(?:Attributes|Raises):\n", inspect.cleandoc(kind.__doc__ or ""))[0].strip(),
-        epilog=f"Flags that seldom matter: {', '.join(map(flag_of, kind.rare))}." if kind.rare else None,
+        epilog=f"Flags that seldom matter (--help-all): {', '.join(map(flag_of, rare))}." if rare else None,
         print_config="--print-config", formatter_class=Help,
     )  # fmt: skip
     shipped = ", ".join(_shipped_configs(command.rpartition(" ")[2]))
@@ -210,7 +214,10 @@ def _parser(kind: type[Options], command: str) -> Any:
     for title, names in {**groups, "Other options": list(left)}.items():
         group = parser.add_argument_group(title)
         for item in [left.pop(name) for name in names if name in left]:
-            _add(group, kind, item, _plain(hints[item.name]), texts.get(item.name, ""))
+            if is_dataclass(hint := _plain(hints[item.name])):
+                parser.add_class_arguments(hint, item.name, help=texts.get(item.name, ""))
+            else:
+                _add(group, kind, item, hint, texts.get(item.name, ""))
     return parser
 
 
@@ -241,12 +248,20 @@ def _add(group: Any, kind: type[Options], item: "Field[Any]", hint: Any, text: s
 
 def _made(kind: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
     hints = get_type_hints(kind)
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    given = {name: _value_of(hints.get(name), value) for name, value in values.items()}
     del given["config"]
     for name, value in given.items():
         if value is None and _plain(hints[name]) is hints[name]:
             raise ValueError(f"{name} is null but needs a value: give one, or leave the key out")
     return kind(**given)
+
+
+def _value_of(hint: Any, value: Any) -> Any:
+    """A parsed value as the field holds it: lists are tuples, and the values of a dataclass that dataclass."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{name: _value_of(hints[name], each) for name, each in vars(value).items()})
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _plain(hint: Any) -> Any:

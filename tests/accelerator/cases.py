@@ -36,8 +36,9 @@ from drafter.serving.metrics import Metrics
 from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
 from drafter.targets.target import Target
+from drafter.training import module as training_module
 from drafter.training.module import DrafterModule, PairedBatch, Teacher
-from drafter.training.options import DrafterOptions, Objective
+from drafter.training.options import Objective, OptimOptions
 from drafter.training.pairs import draft_index_of
 from tests.accelerator.device import DEVICE, HiddenReadError, Refuser, TwoDevicesError
 from tests.data.tiny import tiny_tokenizer
@@ -246,11 +247,15 @@ def test_the_servers_thread_reads_once_a_step() -> None:
 
 
 def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModule:
-    """A module as after ``configure_model``, and with Lightning's log going nowhere."""
+    """A module with Lightning's log going nowhere."""
     target = target_of("llama")
     drafter = drafter_of(target).train().requires_grad_(True)
-    options = DrafterOptions(draft_length=drafter.config.draft_length)
-    module = DrafterModule(SimpleNamespace(), "llama", drafter=options, objective=Objective(**objective))
+    with unset_fake_temporarily():
+        index_V = draft_index_of(torch.arange(drafter.config.num_outputs), target.vocab_size)
+    with pytest.MonkeyPatch.context() as patch:  # tensors of this device have no numbers to index with
+        patch.setattr(training_module, "draft_index_of", lambda *_: index_V)
+        teacher = Teacher(target, drafter, torch.float32)
+        module = DrafterModule(drafter, teacher, Objective(**objective), OptimOptions())
     trainer: Any = SimpleNamespace(  # what the module asks Lightning's trainer in a step
         global_step=0,
         log_every_n_steps=log_every_n_steps,
@@ -259,10 +264,7 @@ def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModu
         fit_loop=SimpleNamespace(total_batch_idx=0),
         optimizers=[SimpleNamespace(param_groups=[{"lr": 1.0}])],
     )
-    module._trainer, module.log, module.drafter = trainer, lambda *args, **kwargs: None, drafter  # type: ignore[method-assign]
-    with unset_fake_temporarily():
-        module._draft_index_V = draft_index_of(torch.arange(drafter.config.num_outputs), target.vocab_size)
-    module.teacher = Teacher(target, drafter, torch.float32)
+    module._trainer, module.log = trainer, lambda *args, **kwargs: None  # type: ignore[method-assign]
     refuser.clear()
     return module
 

@@ -19,7 +19,7 @@ from drafter.utils.options import Options, _parser, _texts
 from drafter.utils.validate import range_of
 from tests.conftest import Refused
 
-KINDS = {name: kind for name in COMMANDS if (kind := options_class(load_command(name))) is not None}
+KINDS = {name: options_class(load_command(name)) for name in COMMANDS}
 MOST_FLAGS = {"decode": 25, "distill": 25, "serve": 30, "evaluate": 19, "bench": 21}  # in the help
 HELP_OF_ALL = """
 import sys
@@ -55,7 +55,8 @@ def test_help_explains_every_option(name: str, capsys: pytest.CaptureFixture[str
     shown = " ".join(text.split())
     flags = {word.rstrip(",") for line in text.splitlines() if line.startswith("  -") for word in line.split()[:3]}
     actions = _parser(kind, name)._option_string_actions
-    listed = {flag for flag, action in actions.items() if flag.startswith("--") and action.dest not in kind.rare}
+    common = {flag for flag, action in actions.items() if action.dest.partition(".")[0] not in kind.rare}
+    listed = {flag for flag in common if flag.startswith("--")}
     assert {"--config", "--print-config"} <= listed <= flags
     assert text.count("\n  --") - 2 <= MOST_FLAGS.get(name, 20), "one of the new flags is rare"
     named = shown.rpartition("Flags that seldom matter")[2].replace("- ", "-")
@@ -71,7 +72,7 @@ def test_help_explains_every_option(name: str, capsys: pytest.CaptureFixture[str
 
 def printed(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert main([*name.split(), *words, "--print_config"]) == 0
+    assert main([*name.split(), *words, "--print-config"]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
@@ -90,7 +91,7 @@ def test_what_print_config_prints_reads_as_config(name: str, tmp_path: Path, cap
         assert printed(name, words, capsys) == default | switches, "a given flag goes first, also at its default"
 
 
-def test_training_reads_its_own_config_and_says_errors_in_one_line(tmp_path: Path, refused: Refused, capsys) -> None:
+def test_settings_with_long_names_are_read_and_their_errors_are_one_line(tmp_path: Path, refused, capsys) -> None:
     quick = str(Path(__file__).resolve().parents[2] / "drafter/configs/train/smollm2-135m-quick.yaml")
     first = printed("train", ["--model.optim.lr", "0.5", "--config", quick], capsys)
     assert first["model"]["optim"]["lr"] == 0.5, "the flag goes before the file"
@@ -104,7 +105,8 @@ def test_training_reads_its_own_config_and_says_errors_in_one_line(tmp_path: Pat
     file.write_text(Path(quick).read_text().replace("draft_length:", "draft_lenght:"))
     refused(["train", "--config", str(file)], "draft_lenght")
     refused(["train", "--config", "none.yaml"], "File does not exist", "none.yaml")
-    refused(["train"], "model.target")
+    refused(["train"], "target")
+    assert main(["train", "--help-all"]) == 0 and "--model.objective.depth_rates" in capsys.readouterr().out
 
 
 def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,14 +155,20 @@ def test_errors_are_one_line(error: BaseException, line: str, monkeypatch, capsy
 
 
 def test_a_mistake_of_ours_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "load_command", lambda name: lambda words: {}["ours"])
-    monkeypatch.setattr(cli, "options_class", lambda function: None)
+    def toy(options: Toy) -> None:
+        {}["ours"]
+
+    monkeypatch.setattr(cli, "load_command", lambda name: toy)
     with pytest.raises(KeyError):
         main(["decode"])
 
 
 def test_a_mistyped_target_is_refused_before_torch_is_imported() -> None:
-    for words in (["decode", "--target", "smollm"], ["train", "--model.target", "./no"], ["serve", "--target=a.gguf"]):
+    for words in (
+        ["decode", "--target", "smollm"],
+        ["train", "--train", "a.jsonl", "--target", "./no"],
+        ["serve", "--target=a.gguf"],
+    ):
         script = f"import sys; from drafter.cli.main import main; code = main({words!r})"
         done = subprocess.run([sys.executable, "-c", f"{script}; sys.exit(code + 10 * ('torch' in sys.modules))"],
                               capture_output=True, text=True, check=False)  # fmt: skip

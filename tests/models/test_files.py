@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter.kernels import native
+from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.models.fakes import make_drafter
 
@@ -103,3 +105,27 @@ def test_weights_that_are_changed_after_reading_cut_or_missing(folder: Path) -> 
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="model.safetensors"):
         RecurrentDrafter.from_pretrained(folder)
+
+
+def test_weights_in_8_bits_draft_the_same_on_a_cpu(tmp_path: Path) -> None:
+    """Matrices are rounded as the native search rounds them; twice is as good as once. Other tensors stay exact."""
+    drafter = RecurrentDrafter(DrafterConfig(vocab_size=40, hidden_size=32, head="tied", draft_vocab_size=12))
+    for name, options in (("plain", {}), ("rounded", {"is_rounded": True})):
+        drafter.save_pretrained(tmp_path / name, **options)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "rounded")]
+    assert sizes[1] < 0.5 * sizes[0]
+    plain, rounded = (RecurrentDrafter.from_pretrained(tmp_path / name) for name in ("plain", "rounded"))
+    for (name, one), other in zip(plain.state_dict().items(), rounded.state_dict().values(), strict=True):
+        assert one.dtype == other.dtype and (one - other).abs().max() <= one.abs().max() / 127, name
+        if one.ndim < 2:
+            assert torch.equal(one, other), name
+        elif native.library() is not None:
+            index = torch.arange(len(one))
+            rows = [native.unpack_rows(native.round_matrix(weight), index) for weight in (one, other)]
+            assert torch.equal(*rows) and torch.equal(rows[0], other), name
+    tensors = load_file(tmp_path / "rounded" / "model.safetensors")
+    save_file(
+        {name: each for name, each in tensors.items() if name != "head.weight_scales"}, tmp_path / "x.safetensors"
+    )
+    (tmp_path / "x.safetensors").replace(tmp_path / "rounded" / "model.safetensors")
+    assert "'head.weight' has 8 bits, and no scales that fit" in refusal(tmp_path / "rounded")

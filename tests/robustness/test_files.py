@@ -105,7 +105,7 @@ def kinds(place: Place, valid: Path) -> dict[str, tuple[Path, Damage, str]]:
     drafted = f"decode --target {target} --device cpu --prompt hi --max-new-tokens 2 --drafter"
     answers, resumed = valid / "answers" / "a.jsonl", distilling(place, prompts, "{case}/a.jsonl")
     training = " ".join(place.training(Path("{case}/run"), "--trainer.max_steps", "3")).replace(", ", ",")
-    limits = "--trainer.default_root_dir {case}/run --trainer.max_steps 1 --trainer.max_epochs 1"
+    limits = "--out {case}/run --trainer.max_steps 1 --trainer.max_epochs 1"
     of_target = f"decode --target {{case}} --prompt hi {plain}"
     return {
         "drafter-config": (drafter / "config.json", damaged_json, f"{drafted} {{case}}"),
@@ -113,7 +113,7 @@ def kinds(place: Place, valid: Path) -> dict[str, tuple[Path, Damage, str]]:
         "index": (valid / "sharded" / "model.safetensors.index.json", damaged_json, of_target),
         "target-weights": (target / "model.safetensors", damaged_safetensors, of_target),
         "checkpoint-export": (valid / "last.ckpt", damaged_checkpoint, "export {file} --out {case}/o"),
-        "checkpoint-train": (valid / "last.ckpt", damaged_checkpoint, f"{training} --ckpt_path {{file}}"),
+        "checkpoint-train": (valid / "last.ckpt", damaged_checkpoint, f"{training} --ckpt-path {{file}}"),
         "config-decode": (valid / "decode.yaml", damaged_yaml, "decode --config {file} --device cpu"),
         "config-train": (valid / "train.yaml", damaged_yaml, f"train --config {{file}} {limits}"),
         "prompts": (prompts, damaged_lines, f"decode --target {target} --prompts {{file}} {plain}"),
@@ -137,7 +137,7 @@ def valid(place: Place, checkpoints: list[Path], tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("good")
     save_target(tiny_target(), folder / "sharded", max_shard_size="8KB")
     shutil.copy(checkpoints[0], folder / "last.ckpt")
-    shutil.copy(next(checkpoints[0].parents[1].glob("logs/*/config.yaml")), folder / "train.yaml")
+    shutil.copy(checkpoints[0].parents[1] / "config.yaml", folder / "train.yaml")
     place.run.must(distilling(place, place.prompts, folder / "answers" / "a.jsonl").split())
     small = f"--target {place.target} --prompts {place.prompts} --device cpu"
     sizes = f"--batch-sizes 1,2 --tree-sizes 4 --max-new-tokens 8 --seconds 2 --out {folder}/tuned.json"

@@ -138,6 +138,6 @@ def test_stops(
             out, more = begin(name, place, tmp_path / f"stopped-{num_folders}"), []
         else:
             num_stops += 1
-            more = ["--ckpt_path", "last"] if name == "train" else []
+            more = ["--ckpt-path", "last"] if name == "train" else []
     place.run.must([*words_of(name, place, out), *more])
     assert contents(name, out) == wanted

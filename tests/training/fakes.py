@@ -1,17 +1,22 @@
-"""A tiny target, its own greedy text, and a data module that hands it out."""
+"""A tiny target, its own greedy text, and what trains on it."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from drafter.data.loader import TrainLoader, ValLoader
+from drafter.data.options import DataOptions
+from drafter.data.parts import Parts, read_parts, with_states
 from drafter.data.rows import ChatBatch, collate
 from drafter.decoding.params import SamplingParams
 from drafter.targets.target import Target
-from drafter.training.module import DrafterModule
+from drafter.training.build import build_drafter
+from drafter.training.module import DrafterModule, Teacher
 from drafter.training.options import DrafterOptions, Objective, OptimOptions
+from tests.data.tiny import token_rows
 from tests.engine.drafters import answers_of, prompts_for
 from tests.engine.oracle import tiny_target
 
@@ -32,30 +37,14 @@ class Losses(Callback):
         self.seen.append(float(trainer.callback_metrics["val/loss"]))
 
 
-class FakeData(LightningDataModule):
-    """Every batch holds all rows; loss on everything behind the prompt."""
+def batch_of(rows: Sequence[list[int]]) -> ChatBatch:
+    """All rows; loss on everything behind the prompt."""
+    return collate([(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in rows])
 
-    def __init__(self, rows: Sequence[list[int]], num_batches: int) -> None:
-        super().__init__()
-        self.rows, self.num_batches = list(rows), num_batches
-        pairs = [(torch.tensor(row), torch.arange(len(row)) >= PROMPT_LENGTH) for row in self.rows]
-        self.batch: ChatBatch = collate(pairs)
 
-    def train_dataloader(self) -> Any:
-        return DataLoader([self.batch] * self.num_batches, batch_size=None)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader([self.batch], batch_size=None)
-
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
-        return torch.bincount(self.batch.token_BT[self.batch.loss_mask_BT], minlength=vocab_size)
-
-    summary: ClassVar[dict[str, Any]] = {}
-
-    def cache_states(self, *_: Any, **__: Any) -> None: ...
-
-    def val_prompts(self, num: int) -> list[list[int]]:
-        return [row[:PROMPT_LENGTH] for row in self.rows[:num]]
+def loader_of(*batches: ChatBatch) -> DataLoader[ChatBatch]:
+    """Hands out the batches as they are."""
+    return DataLoader(list(batches), batch_size=None)
 
 
 def make_target() -> Target:
@@ -69,18 +58,25 @@ def greedy_rows(target: Target, num_rows: int = 6) -> list[list[int]]:
     return [prompt + answer for prompt, answer in zip(prompts, answers_of(target, prompts, ANSWER), strict=True)]
 
 
-def make_module(target: Target, **changes: Any) -> DrafterModule:
-    """A module with small settings; ``drafter``, ``objective`` and ``optim`` take keyword dictionaries."""
-    module = DrafterModule(
-        changes.pop("data", None) or FakeData(greedy_rows(target), 1),
-        target.name,
-        drafter=DrafterOptions(**{"head": "tied", "draft_length": 3, **changes.pop("drafter", {})}),
-        objective=Objective(**changes.pop("objective", {})),
-        optim=OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **changes.pop("optim", {})}),
-        **changes,
+def make_module(
+    target: Target,
+    parts: Parts | None = None,
+    *,
+    precision: str = "32-true",
+    drafter: Any = (),
+    objective: Any = (),
+    optim: Any = (),
+) -> DrafterModule:
+    """A module with small settings; ``drafter``, ``objective`` and ``optim`` are changes of them by name."""
+    options = DrafterOptions(**{"head": "tied", "draft_length": 3, **dict(drafter)})
+    if parts is None:
+        masks = ((row, [place >= PROMPT_LENGTH for place in range(len(row))]) for row in greedy_rows(target))
+        parts = Parts(*[token_rows(masks)] * 2)
+    made, _ = build_drafter(target, parts, options, None)
+    teacher = Teacher(target, made, torch.bfloat16 if precision.startswith("bf16") else torch.float32)
+    return DrafterModule(
+        made, teacher, Objective(**dict(objective)), OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **dict(optim)})
     )
-    module.load_target = lambda **_: target
-    return module
 
 
 def make_trainer(folder: Any, **changes: Any) -> Trainer:
@@ -90,11 +86,22 @@ def make_trainer(folder: Any, **changes: Any) -> Trainer:
     return Trainer(**{"default_root_dir": str(folder), **silent, **settings, **changes})
 
 
-def fit(folder: Any, target: Target, num_steps: int, **changes: Any) -> DrafterModule:
-    """Learn the target's own greedy text by heart, by cross-entropy unless told otherwise."""
-    trainer_changes = changes.pop("trainer", {})
+def fit(folder: Any, target: Target, num_steps: int, *, precision: str = "32-true") -> DrafterModule:
+    """Learn the target's own greedy text by heart, by cross-entropy."""
     by_heart: dict[str, Any] = {"objective": {"cross_entropy": 1.0, "kl": 0.0}, "optim": {"lr": 0.02}}
-    module = make_module(target, **{**by_heart, **changes})
-    data = FakeData(greedy_rows(target), num_steps)
-    make_trainer(folder, max_steps=num_steps, limit_val_batches=0, **trainer_changes).fit(module, datamodule=data)
+    module = make_module(target, precision=precision, **by_heart)
+    trainer = make_trainer(folder, max_steps=num_steps, limit_val_batches=0, precision=precision)
+    trainer.fit(module, loader_of(*[batch_of(greedy_rows(target))] * num_steps))
     return module
+
+
+def losses_of(folder: Any, names: Sequence[str], target: Target, drafter: dict[str, Any], **data: Any) -> list[float]:
+    """Losses of six steps over files, and of each validation."""
+    options, seen, layers = DataOptions(**data), Losses(), drafter.get("context_layers", ())
+    parts = read_parts(names, target, options)
+    torch.manual_seed(3)
+    module = make_module(target, parts, drafter=drafter)
+    parts = with_states(parts, target, options, draft_length=3, context_layers=layers)
+    loaders = TrainLoader(parts.train, batch_tokens=200, seed=0), ValLoader(parts.val, batch_tokens=200)
+    make_trainer(folder, max_steps=6, check_val_every_n_epoch=1, callbacks=[seen]).fit(module, *loaders)
+    return seen.seen

@@ -14,6 +14,7 @@ import pytest
 
 from drafter.cli.main import main
 from drafter.data.traffic import TrafficRow, read_traffic
+from drafter.integrations import export as export_module
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module
 from drafter.training.adapt import Figure, affordable, compared, prompts_of, split
@@ -150,13 +151,13 @@ def test_a_call_that_was_stopped_at_its_end_does_not_train_again(place: Path, tm
         if "facts" in facts:
             raise KeyboardInterrupt
 
-    write: Any = module.export
+    write: Any = export_module.export
     with monkeypatch.context() as patch:
-        patch.setattr(module, "export", stop)
+        patch.setattr(export_module, "export", stop)
         assert main(command) == 130
     weights = (out / "model.safetensors").read_bytes()
     assert weights != (place / "drafter" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(module, "train", lambda _: pytest.fail("trains again"))
+    monkeypatch.setattr(module, "train", lambda *_: pytest.fail("trains again"))
     assert main(command) == 0
     assert (out / "model.safetensors").read_bytes() == weights and os.listdir(tmp_path) == ["drafter"]
 
@@ -164,7 +165,7 @@ def test_a_call_that_was_stopped_at_its_end_does_not_train_again(place: Path, tm
 def test_another_command_begins_anew_and_a_second_one_at_the_same_time_is_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(_: object) -> None:
+    def stop(*_: object) -> None:
         assert main(words(place, tmp_path / "new")) == 2
         raise KeyboardInterrupt
 

@@ -29,15 +29,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(run: str, num_steps: int) -> list[str]:
     """Flags of ``drafter train``."""
     return [
-        *("--model.target", "target", "--data.train", "data.jsonl", "--data.val", "0.1"),
+        *("--target", "target", "--train", "data.jsonl", "--data.val", "0.1"),
         *("--data.max_length", "64", "--data.batch_tokens", "128"),
         *("--model.optim.lr", "0.01", "--model.optim.warmup_steps", "1", "--model.optim.decay_share", "0"),
-        *("--trainer.accelerator", "cpu", "--trainer.max_steps", str(num_steps), "--trainer.default_root_dir", run),
+        *("--trainer.accelerator", "cpu", "--trainer.max_steps", str(num_steps), "--out", run),
         *("--trainer.gradient_clip_val", "1.0", "--trainer.log_every_n_steps", "1"),
         *("--trainer.check_val_every_n_epoch", "null", "--trainer.num_sanity_val_steps", "0"),
         *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
-        *("--trainer.callbacks+=drafter.training.callbacks.TokensPerStep", "--trainer.callbacks.num_prompts", "2"),
-        *("--trainer.callbacks.max_new_tokens", "8"),
+        *("--decode-prompts", "2", "--decode-tokens", "8"),
     ]
 
 
@@ -90,11 +89,11 @@ def test_two_processes_equal_one(place: Path, alone: dict[str, Any]) -> None:
 
 def test_run_of_two_processes_goes_on_with_two_and_no_other_number(place: Path, alone: dict[str, Any]) -> None:
     train(place, "two", 3, TWO)
-    command = [sys.executable, "-m", "drafter", "train", *settings("two", 6), *ONE, "--ckpt_path", "last"]
+    command = [sys.executable, "-m", "drafter", "train", *settings("two", 6), *ONE, "--ckpt-path", "last"]
     refused = launch(place, command)
     error = refused.communicate(timeout=280)[1]
     assert refused.returncode == 2 and "written by 2 process(es) and this run has 1" in error
-    assert_same(train(place, "two", 6, TWO, "--ckpt_path", "last"), alone)
+    assert_same(train(place, "two", 6, TWO, "--ckpt-path", "last"), alone)
 
 
 def test_target_shared_by_two_processes_trains_the_same(place: Path, alone: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from drafter.data.module import ChatDataModule
+from drafter.data.options import DataOptions
+from drafter.data.parts import read_parts
 from drafter.data.rows import TokenRows
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
@@ -18,10 +19,20 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
-from tests.data.tiny import chat, save_tiny_target, tiny_target, write_jsonl, write_vllm
+from tests.data.tiny import chat, tiny_target, write_jsonl, write_vllm
 from tests.engine.oracle import assert_lossless
 from tests.targets.zoo import TARGETS, build
-from tests.training.fakes import ANSWER, FakeData, Losses, fit, greedy_rows, make_module, make_target, make_trainer
+from tests.training.fakes import (
+    ANSWER,
+    batch_of,
+    fit,
+    greedy_rows,
+    loader_of,
+    losses_of,
+    make_module,
+    make_target,
+    make_trainer,
+)
 
 
 @pytest.mark.parametrize(("precision", "num_steps", "least"), [("32-true", 100, 2.5), ("bf16-mixed", 60, 2)])
@@ -30,7 +41,7 @@ def test_overfits_the_targets_own_text(precision: str, num_steps: int, least: fl
     target = make_target()
     rows = greedy_rows(target)
     assert len({token for row in rows for token in row[3:]}) > 30
-    module = fit(tmp_path, target, num_steps, trainer={"precision": precision})
+    module = fit(tmp_path, target, num_steps, precision=precision)
     drafter, tree = copy.deepcopy(module.drafter).eval(), {"beam_width": 2, "draft_length": 3, "tree_size": 7}
     engine = Engine(target, drafter, EngineConfig(**tree, copying=False))
     assert assert_lossless(engine, [(row[:3], ANSWER) for row in rows]) > least, "tokens per step"
@@ -59,7 +70,8 @@ def test_gradient_reaches_the_drafter_and_only_it(drafter: dict, objective: dict
     trainer = make_trainer(tmp_path, max_steps=3, limit_val_batches=1)
     first = {}
     module.on_fit_start = lambda: first.update({n: p.detach().clone() for n, p in module.named_parameters()})
-    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 3))
+    batch = batch_of(greedy_rows(target))
+    trainer.fit(module, loader_of(*[batch] * 3), loader_of(batch))
     assert set(seen) == set(first) and all(seen.values())
     assert all(not torch.equal(p, first[n]) for n, p in module.named_parameters())
     # The target: the same bits, no gradient, evaluation mode, not in the module or its state.
@@ -75,8 +87,8 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
     target = make_target()
     rows = [row[: 12 - i % 3] for i, row in enumerate(greedy_rows(target, 4))]
     module = make_module(target, drafter={"draft_vocab_size": 40})
-    data = FakeData(rows, 1)
-    make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
+    batch = batch_of(rows)
+    make_trainer(tmp_path, max_steps=1, limit_val_batches=0).fit(module, loader_of(batch))
     drafter, ids = module.drafter, module.drafter.draft_token_ids_R.tolist()
     total = num = 0.0
     with torch.no_grad():
@@ -94,16 +106,9 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
                     log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
                     total += float((log_p.exp() * (log_p - log_q)).sum())
                     num += 1
-        paired = module.on_before_batch_transfer(data.batch, 0)
+        paired = module.on_before_batch_transfer(batch, 0)
         loss = module.loss(*module.inputs(paired), paired.pairs, is_exact=True)
     assert float(loss) == pytest.approx(total / num, rel=1e-4)
-
-
-def test_float16_is_refused(tmp_path) -> None:
-    trainer, target = make_trainer(tmp_path, max_steps=1), make_target()
-    trainer.precision_plugin.precision = "16-mixed"  # the real one asks for a GPU
-    with pytest.raises(ValueError, match="--trainer.precision 16-mixed.*use bf16-mixed or 32-true"):
-        trainer.fit(make_module(target), datamodule=FakeData(greedy_rows(target), 1))
 
 
 def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
@@ -111,11 +116,9 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
     target = make_target()
     module = make_module(target, objective={"cross_entropy": 1.0}, optim={"lr": 0.02})
     rows = greedy_rows(target)
-    batches = [FakeData(part, 1).batch for part in (rows[:1], rows[1:])]
-    data = FakeData(rows, 30)
-    data.val_dataloader = lambda: DataLoader(batches, batch_size=None)
+    batches = [batch_of(part) for part in (rows[:1], rows[1:])]
     trainer = make_trainer(tmp_path, max_steps=4, val_check_interval=4)
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, loader_of(*[batch_of(rows)] * 30), loader_of(*batches))
     ranks: list[list[torch.Tensor]] = []
     for batch in batches:
         paired = module.on_before_batch_transfer(batch, 0)
@@ -125,15 +128,6 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
     for depth, top in ((0, 1), (2, 8)):
         share = (torch.cat([rank_P[depth] for rank_P in ranks]) < top).float().mean()
         assert trainer.callback_metrics[f"val/top{top}_d{depth + 1}"] == pytest.approx(float(share))
-
-
-def test_lightnings_default_device_is_not_that_of_the_hosts_tensors(tmp_path, monkeypatch) -> None:
-    target = make_target()
-    module, trainer = make_module(target), make_trainer(tmp_path, max_steps=1, limit_val_batches=0)
-    module.load_target = lambda **_: wrap_model(target.model, name="anew")
-    monkeypatch.setattr(trainer.strategy, "tensor_init_context", lambda *_: torch.device("meta"))
-    trainer.fit(module, datamodule=FakeData(greedy_rows(target), 1))
-    assert module.drafter.device.type == "cpu" and module._draft_index_V.device.type == "cpu"
 
 
 def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
@@ -147,7 +141,7 @@ def test_divergence_names_step_and_checkpoint(tmp_path) -> None:
 
     module.on_train_batch_start = poison
     with pytest.raises(ValueError, match=r"not finite at step 3; no checkpoint was written yet.*--model.optim.lr"):
-        trainer.fit(module, datamodule=FakeData(greedy_rows(target), 9))
+        trainer.fit(module, loader_of(*[batch_of(greedy_rows(target))] * 9))
     module._norm = 7, torch.tensor(torch.inf), None  # as CUDA leaves the norm of the last step
     with pytest.raises(ValueError, match="not finite at step 7"):
         trainer.save_checkpoint(tmp_path / "bad.ckpt")
@@ -181,25 +175,15 @@ def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, mo
     with torch.no_grad():
         made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
     target = wrap_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
-    settings = {
-        "train": write_jsonl(tmp_path / "train.jsonl", [{"messages": row} for row in rows]),
-        **{"target": save_tiny_target(tmp_path), "val": 0.4, "max_length": 64, "batch_tokens": 200},
-    }
-    plain = ChatDataModule(**settings)
-    plain.setup()
-    both = datasets.concatenate_datasets([rows.dataset for rows in plain.rows.values()])
+    names = [write_jsonl(tmp_path / "train.jsonl", [{"messages": row} for row in rows])]
+    settings: dict[str, Any] = {"val": 0.4, "max_length": 64, "batch_tokens": 200}
+    both = datasets.concatenate_datasets([part.dataset for part in read_parts(names, target, DataOptions(**settings))])
     write_vllm(tmp_path / "vllm", TokenRows(both), target, layers)
     monkeypatch.setattr(Teacher, "forward", lambda *_: pytest.fail("the target was run although its states are there"))
-    losses, cache = [], {"cache_hidden_states": str(tmp_path / "cache")}
-    for source in (cache, cache, {"hidden_states": str(tmp_path / "vllm")}):
-        torch.manual_seed(3)
-        data, seen = ChatDataModule(**settings, **source), Losses()
-        module = make_module(target, data=data, drafter={"context": "fused", "context_layers": layers})
-        trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[seen])
-        trainer.fit(module, datamodule=data)
-        losses.append(seen.seen)
-    own, again, stored = losses
+    cache, stored = {"cache_hidden_states": str(tmp_path / "cache")}, {"hidden_states": str(tmp_path / "vllm")}
+    fused = {"context": "fused", "context_layers": layers}
+    own, again, theirs = (
+        losses_of(tmp_path, names, target, fused, **settings, **each) for each in (cache, cache, stored)
+    )
     assert len(own) > 6 and again == own
-    assert stored == pytest.approx(own, rel=2e-4), "a forward over one row rounds a little otherwise than over many"
-    with pytest.raises(ValueError, match="--data.hidden_states .* is read and --data.cache_hidden_states .* computed"):
-        ChatDataModule(**settings, hidden_states="a", cache_hidden_states="b")
+    assert theirs == pytest.approx(own, rel=2e-4), "a forward over one row rounds a little otherwise than over many"

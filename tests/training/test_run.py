@@ -4,6 +4,7 @@ import csv
 import fcntl
 import os
 import pickle
+import re
 import signal
 import time
 import zipfile
@@ -25,15 +26,15 @@ from drafter.runtimes.loading import load_target
 from drafter.training import module as training_module
 from drafter.training import run as run_module
 from drafter.training.module import DrafterModule
-from drafter.training.run import _parse, train
+from drafter.training.options import TrainOptions
+from drafter.training.run import make_trainer
+from drafter.utils.options import read_options
 from tests.conftest import Refused
 from tests.data.tiny import chat, save_target, tiny_target, write_jsonl
 from tests.targets.tiny_gguf import write_gguf
 
 NUM_STEPS = 8
-TOKENS_PER_STEP = (
-    *("--trainer.callbacks", "drafter.training.callbacks.TokensPerStep", "--trainer.callbacks.max_new_tokens", "6"),
-)
+TOKENS_PER_STEP = ("--decode-prompts", "8", "--decode-tokens", "6")
 TWO_EPOCHS = (
     *("--trainer.max_steps", "-1", "--trainer.max_epochs", "2", "--trainer.val_check_interval", "1.0"),
     *("--trainer.check_val_every_n_epoch", "1", "--model.optim.optimizer", "muon"),
@@ -55,15 +56,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(place: Path, run: Path, *more: str) -> list[str]:
     return [
-        *("--model.target", str(place / "target"), "--data.train", str(place / "data.jsonl"), "--data.val", "0.1"),
+        *("--target", str(place / "target"), "--train", str(place / "data.jsonl"), "--data.val", "0.1"),
         *("--data.max_length", "64", "--data.batch_tokens", "256"),
         *("--model.drafter.draft_vocab_size", "50", "--model.drafter.draft_length", "3"),
         *("--model.objective.depth_rates", "[1.0, 0.7, 0.5]", "--model.objective.shared_tokens", "16"),
         *("--model.optim.warmup_steps", "2", "--trainer.max_steps", str(NUM_STEPS), "--trainer.devices", "1"),
-        *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(run), "--trainer.log_every_n_steps", "2"),
+        *("--trainer.accelerator", "cpu", "--out", str(run), "--trainer.log_every_n_steps", "2"),
         *("--trainer.val_check_interval", "4", "--trainer.check_val_every_n_epoch", "null"),
         *("--trainer.num_sanity_val_steps", "0", "--trainer.enable_progress_bar", "false", *more),
     ]
+
+
+def options_of(words: list[str]) -> TrainOptions:
+    options = read_options(TrainOptions, words, "drafter train")
+    assert options is not None
+    return options
+
+
+def train(words: list[str]) -> None:
+    run_module.train(options_of(words))
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +116,22 @@ def test_a_run_leaves_checkpoints_curves_and_its_config(trained: Path) -> None:
     assert checkpoint["global_step"] == NUM_STEPS and checkpoint["num_positions"] > 0
     assert checkpoint["hyper_parameters"]["optim"]["warmup_steps"] == 2
     assert (trained / "checkpoints" / "best.ckpt").is_file()
-    assert "draft_vocab_size: 50" in (trained / "logs" / "version_0" / "config.yaml").read_text()
+    again = ["--config", str(trained / "config.yaml")]
+    assert options_of(again) == options_of(words(trained.parent, trained))
     for name in ("train/loss", "train/grad_norm", "train/positions_per_s", "train/lr", "val/loss", "val/top8_d2"):
         assert logged(trained, name), name
 
 
-def test_the_bar_seldom_asks_for_the_loss(place: Path) -> None:
-    """Each time the host waits for an accelerator."""
-    bar = _parse(words(place, place / "bar", "--trainer.enable_progress_bar", "true")).trainer.progress_bar_callback
-    assert bar.refresh_rate == 10
-    own = ["--trainer.callbacks", "RichProgressBar", "--trainer.enable_progress_bar", "true"]
-    assert type(_parse(words(place, place / "bar", *own)).trainer.progress_bar_callback).__name__ == "RichProgressBar"
+def test_what_a_run_takes_is_told(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the first step and after the first ones; the bar moves with every step of a CPU."""
+    more = words(place, tmp_path / "run", "--trainer.enable_progress_bar", "true")
+    bar: Any = make_trainer(options_of(more)).progress_bar_callback
+    assert bar.refresh_rate == 1
+    train(words(place, tmp_path / "run"))
+    shown = capsys.readouterr().out
+    assert re.search(rf"[0-9]+ positions a pass, {NUM_STEPS} steps in all; memory: [0-9.]+ GB so far and about", shown)
+    assert re.search(r"[0-9]+ positions are too few for new weights to gain anything: make more answers", shown)
+    assert re.search(r"[0-9]+ positions/s: 0.00 hours to go, .* peak memory [0-9.]+ GB", shown)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "32-true"), ("bfloat16", "bf16-mixed")])
@@ -123,8 +139,9 @@ def test_a_run_takes_the_fastest_precision(
     dtype: str, precision: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "training_dtype", lambda device: dtype)
-    assert _parse(words(place, place / "fast")).trainer.precision == precision
-    assert _parse(words(place, place / "fast", "--trainer.precision", "32-true")).trainer.precision == "32-true"
+    assert make_trainer(options_of(words(place, place / "fast"))).precision == precision
+    own = words(place, place / "fast", "--trainer.precision", "32-true")
+    assert make_trainer(options_of(own)).precision == "32-true"
 
 
 def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, tmp_path: Path, monkeypatch) -> None:
@@ -136,8 +153,8 @@ def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, tmp_path: Path
     target = load_target(file, device="cpu")
     monkeypatch.setattr(training_module.Teacher, "forward", lambda *_: pytest.fail("the states are cached"))
     monkeypatch.setattr(DrafterModule, "on_train_start", lambda module: seen.append(module.teacher.target))
-    more = ("--data.cache_hidden_states", str(tmp_path / "states"), "--data.train", str(tmp_path / "ids.jsonl"))
-    train(words(place, tmp_path / "run", *TOKENS_PER_STEP, "--model.target", file, *more))
+    more = ("--data.cache_hidden_states", str(tmp_path / "states"), "--train", str(tmp_path / "ids.jsonl"))
+    train(words(place, tmp_path / "run", *TOKENS_PER_STEP, "--target", file, *more))
     assert [(each.runtime.name, each.fingerprint) for each in seen] == [("native", target.fingerprint)]
     assert "output_weight_VD" not in vars(seen[0].runtime), "rows beyond the draft vocabulary are not held"
     assert not list((tmp_path / "home").rglob("*.safetensors"))
@@ -157,7 +174,7 @@ def test_a_run_that_ends_before_max_steps_says_why(place: Path, capsys: pytest.C
 
 def test_the_best_checkpoint_may_be_the_one_of_most_tokens_per_step(place: Path) -> None:
     by_tokens = ("--checkpoint.monitor", "val/tokens_per_step")
-    with pytest.raises(ValueError, match="val/tokens_per_step is measured by decoding: add --trainer.callbacks"):
+    with pytest.raises(ValueError, match="val/tokens_per_step is measured by decoding: add --decode-prompts 8"):
         train(words(place, place / "by-tokens", *by_tokens))
     with pytest.raises(ValueError, match=r"could not find the monitored key .*val/los"):
         train(words(place, place / "by-nothing", "--checkpoint.monitor", "val/los"))
@@ -199,7 +216,7 @@ def test_interrupted_and_resumed_gives_the_same_weights(
     assert read_trained(run / "checkpoints" / "last.ckpt")["global_step"] == saved
     assert len(logged(run, "val/loss")) == (saved == half)
     monkeypatch.undo()
-    train(words(place, run, *more, "--ckpt_path", "last"))
+    train(words(place, run, *more, "--ckpt-path", "last"))
     assert_same_end(whole, run)
     assert logged(run, "val/loss") == logged(whole, "val/loss")
 
@@ -231,7 +248,7 @@ def test_minutes_end_a_run_and_its_schedule(place: Path, tmp_path: Path, monkeyp
     more = ("--model.optim.minutes", "1", "--model.optim.decay_share", "1", "--model.optim.lr", "1.0e-3")
     train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "4"))
     num_first = len(rates)
-    train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "1000", "--ckpt_path", "last"))
+    train(words(place, tmp_path / "run", *more, "--trainer.max_steps", "1000", "--ckpt-path", "last"))
     assert num_first == 4 and len(rates) == 10
     assert rates[1] == 1e-3 and rates[-1] < 0.2e-3 and rates[5:] == sorted(rates[5:], reverse=True)
 
@@ -247,7 +264,7 @@ def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypat
     monkeypatch.setattr(timer, "time", SimpleNamespace(monotonic=lambda: clock.now))
     last, step = read_trained(trained_epochs / "checkpoints" / "last.ckpt")["global_step"], 0
     while step < last:
-        more = ("--trainer.max_time", "00:00:00:50", "--ckpt_path", "last")
+        more = ("--trainer.max_time", "00:00:00:50", "--ckpt-path", "last")
         train(words(place, run, *TWO_EPOCHS, *more))
         step, starts = read_trained(run / "checkpoints" / "last.ckpt")["global_step"], starts + 1
         assert step == min(5 * starts, last)
@@ -264,7 +281,7 @@ def test_the_steps_behind_the_last_validation_are_saved_too(place: Path, tmp_pat
     best.parent.mkdir(parents=True)
     best.symlink_to(tmp_path / "thesis.txt")
     given = words(place, tmp_path, "--trainer.max_steps", "6")  # validated after step 4
-    flag = given.index("--trainer.default_root_dir")
+    flag = given.index("--out")
     given = given[:flag] + given[flag + 2 :]
     train(given)
     assert Path("thesis.txt").read_text() == "years of work" and read_trained(best)["global_step"] == 4
@@ -272,7 +289,7 @@ def test_the_steps_behind_the_last_validation_are_saved_too(place: Path, tmp_pat
     for name in ("best", "last"):
         (best.parent / f".{name}.ckpt.killed.tmp").mkdir()
         (best.parent / f".{name}.ckpt.killed.tmp" / "new").touch()
-    train([*given, "--ckpt_path", "last"])
+    train([*given, "--ckpt-path", "last"])
     assert sorted(path.name for path in best.parent.iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
@@ -311,8 +328,8 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
         after = drafter_of_checkpoint(place / f"tokens-{size}" / "checkpoints" / "last.ckpt")
         assert len(after.draft_token_ids_R) == after.config.num_outputs == num
         torch.testing.assert_close(before.head.weight, after.head.weight)
-        train([*fewer, "--ckpt_path", "last", "--trainer.max_steps", str(NUM_STEPS + 1)])
-    more = ("--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--model.drafter.num_res_blocks", "1")
+        train([*fewer, "--ckpt-path", "last", "--trainer.max_steps", str(NUM_STEPS + 1)])
+    more = ("--ckpt-path", str(trained / "checkpoints" / "last.ckpt"), "--model.drafter.num_res_blocks", "1")
     with pytest.raises(ValueError, match="num_res_blocks 2.*asks for 1"):
         train(words(place, place / "other", *more))
 
@@ -329,9 +346,9 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     sound["optimizer_states"][0]["state"][0]["exp_avg"] = 0.5
     torch.save(sound, tmp_path / "step.ckpt")
     for file in sorted(tmp_path.glob("*.ckpt")):
-        more = ("--trainer.max_steps", str(NUM_STEPS + 1), "--ckpt_path", str(file))
+        more = ("--trainer.max_steps", str(NUM_STEPS + 1), "--ckpt-path", str(file))
         refused(["train", *words(place, tmp_path / "run", *more)], file.name)
-    more = ("--ckpt_path", str(trained / "checkpoints" / "last.ckpt"), "--model.optim.optimizer", "muon")
+    more = ("--ckpt-path", str(trained / "checkpoints" / "last.ckpt"), "--model.optim.optimizer", "muon")
     refused(["train", *words(place, tmp_path / "run", *more)], "adam", "--model.optim.optimizer is muon")
 
 
@@ -339,9 +356,15 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
     ("more", "fragments"),
     [
         (["--trainer.max_steps", "-5"], ["max_steps", "-5"]),
+        (["--trainer.precision", "16-mixed"], ["--trainer.precision 16-mixed", "use bf16-mixed or 32-true"]),
+        (["--trainer.acelerator", "cpu"], ["--trainer.acelerator", "did you mean accelerator"]),
+        (["--trainer.default_root_dir", "x"], ["--trainer.default_root_dir", "give --out"]),
+        (["--data.val", "2"], ["--data.val 2", "must be a share"]),
+        (["--data.hidden_states", "a", "--data.cache_hidden_states", "b"], ["a is read", "b computed"]),
+        (["--data.max_length", "300"], ["--data.batch_tokens 256 must be at least --data.max_length 300"]),
         (["--model.drafter", "[" * 5000], ["model.drafter"]),
         (["--model.drafter.draft_vocab_size", "5000"], ["draft_vocab_size", "5000"]),
-        (["--ckpt_path", "nowhere.ckpt"], ["checkpoint", "nowhere.ckpt"]),
+        (["--ckpt-path", "nowhere.ckpt"], ["checkpoint", "nowhere.ckpt"]),
         (["--model.init_from", "nowhere"], ["nowhere"]),
     ],
 )
@@ -435,7 +458,7 @@ def wandb_run(place: Path, no_key: None) -> Path:
     """A run of eight steps, logged offline, then continued for four more."""
     folder = place / "wandb-run"
     train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests"))
-    more = ("--trainer.max_steps", "12", "--ckpt_path", "last")
+    more = ("--trainer.max_steps", "12", "--ckpt-path", "last")
     train(words(place, folder, *TOKENS_PER_STEP, "--wandb", "tests", *more))
     return folder
 
@@ -466,10 +489,10 @@ def test_a_key_or_a_mode_of_the_users_leaves_the_mode_to_wandb(place: Path, tmp_
     for has_key, mode in ((True, ""), (False, "disabled"), (False, "")):
         monkeypatch.setenv("WANDB_MODE", mode)
         monkeypatch.setattr("wandb.login", lambda has_key=has_key, **_: has_key)
-        _parse([*given, "tests"])
+        make_trainer(options_of([*given, "tests"]))
     assert [options["mode"] for options in made] == [None, "disabled", "offline"]
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(ValueError, match="WANDB_MODE=online, but no Weights & Biases key is configured"):
-        _parse([*given, "tests"])
+        make_trainer(options_of([*given, "tests"]))
     with pytest.raises(ValueError, match="--wandb 'me/mine' is no project name"):
-        _parse([*given, "me/mine"])
+        make_trainer(options_of([*given, "me/mine"]))

@@ -9,8 +9,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from drafter.data.rows import collate
 from drafter.training.module import DrafterModule, Teacher
-from drafter.training.options import DrafterOptions, Objective
-from drafter.training.pairs import draft_index_of
+from drafter.training.options import Objective, OptimOptions
 from tests.accelerator.cuda.device import counted
 from tests.accelerator.cuda.models import CUDA, TINY, drafter_of, target_of
 
@@ -20,15 +19,12 @@ def test_a_training_step_waits_for_nothing(settings: dict[str, Any]) -> None:
     """From the batch on the CPU to the step of the optimizer; torch calls every wait of its own an error."""
     target = target_of(TINY)
     drafter = drafter_of(target).float().train().requires_grad_(True)
-    module: Any = DrafterModule(
-        SimpleNamespace(), "tiny", drafter=DrafterOptions(draft_length=4), objective=Objective(**settings)
-    )
+    teacher = Teacher(target, drafter, torch.bfloat16)
+    module: Any = DrafterModule(drafter, teacher, Objective(**settings), OptimOptions())
     module._trainer = SimpleNamespace(
         global_step=0, log_every_n_steps=1000, world_size=1, training=True, fit_loop=SimpleNamespace(total_batch_idx=0)
     )
-    module.log, module.drafter = lambda *args, **kwargs: None, drafter
-    module.teacher = Teacher(target, drafter, torch.bfloat16)
-    module._draft_index_V = draft_index_of(drafter.draft_token_ids_R.cpu(), target.vocab_size)
+    module.log = lambda *args, **kwargs: None
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-3)
     for _ in range(3):
         rows = [(torch.randint(2048, (size,)), torch.arange(size) >= 8) for size in (64, 48, 40)]

@@ -18,7 +18,6 @@ import torch
 from scipy.stats import chi2_contingency
 
 from drafter.data.formats import read_rows
-from drafter.data.module import ChatDataModule
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import shipped_drafter
@@ -33,7 +32,7 @@ from tests.data.tiny import save_target, write_jsonl
 from tests.data.tiny import tiny_target as text_target
 from tests.engine.drafters import answers_of, prompts_for, train_on_texts
 from tests.engine.oracle import tiny_target
-from tests.training.fakes import Losses, make_module, make_trainer
+from tests.training.fakes import losses_of
 
 PYTHON = os.environ.get("DRAFTER_VLLM_PYTHON", "")
 ROOT = Path(__file__).parents[3]
@@ -253,14 +252,8 @@ def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
         "last": {"context": "last"}, "fused": {"context": "fused", "context_layers": (1,)}
     }  # fmt: skip
     for name, drafter in forms.items():
-        losses = {}
-        for source in (None, str(states)):
-            sizes = {"max_length": 64, "batch_tokens": 200}
-            data = ChatDataModule(file, place, val=0.25, hidden_states=source, **sizes)
-            torch.manual_seed(3)
-            module, losses[source] = make_module(target, data=data, drafter=drafter), Losses()
-            trainer = make_trainer(tmp_path, max_steps=6, check_val_every_n_epoch=1, callbacks=[losses[source]])
-            trainer.fit(module, datamodule=data)
-        own, stored = losses[None].seen, losses[str(states)].seen
+        sizes: dict[str, Any] = {"val": 0.25, "max_length": 64, "batch_tokens": 200}
+        given = ({}, {"hidden_states": str(states)})
+        own, stored = (losses_of(tmp_path, [file], target, drafter, **sizes, **each) for each in given)
         print(f"{name}: losses of own states {own}, of vLLM's {stored}")
         assert len(own) > 6 and stored == pytest.approx(own, rel=1e-3)

@@ -128,8 +128,8 @@ def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch, caplog: pyte
     write_jsonl(tmp_path / "data.jsonl", rows)
     name = "tiny.gguf" if scheme == "gguf" else "target"
     flags = (
-        f"--model.target {name} --data.train data.jsonl --data.val 0.2 --trainer.accelerator cpu --trainer.max_steps 1 "
-        "--trainer.default_root_dir run --trainer.enable_progress_bar false --trainer.num_sanity_val_steps 0"
+        f"--target {name} --train data.jsonl --data.val 0.2 --trainer.accelerator cpu --trainer.max_steps 1 "
+        "--out run --trainer.enable_progress_bar false --trainer.num_sanity_val_steps 0"
     )
     rounded = scheme == "int8"
     assert main(["train", *flags.split(), *(["--model.quantization", "int8"] if rounded else [])]) == 0
