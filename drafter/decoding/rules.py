@@ -190,7 +190,7 @@ class Guide:
 
         def visit(place: int) -> None:
             started = time.perf_counter()
-            mask_NX[place] = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            mask_NX[place] = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: mask_NX.shape[1]]  # whole words
             if self._matcher.is_error() or time.perf_counter() - started > _MOST_SECONDS:
                 self._fail(self._matcher.get_error() or "a mask takes too long")
             for child in children.get(place, ()):

@@ -14,6 +14,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.grammars import Grammars
 from drafter.engine.settings import EngineConfig
+from tests.data.tiny import tiny_target as padded_target
 from tests.engine.oracle import plan_of
 from tests.serving.tiny import tiny_drafter, tiny_target
 
@@ -120,7 +121,8 @@ def test_what_is_not_understood_or_explodes_is_named_at_once(form: dict[str, Any
 
 
 def test_circles_are_fine_and_a_request_has_one_form() -> None:
-    engine = Engine(tiny_target(), config=EngineConfig(method="lookup"))
+    target = padded_target(7, vocab_size=288)  # masks are whole words, of more tokens than the target's
+    engine = Engine(target, config=EngineConfig(method="lookup"))
     circle = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}}}}
     [answer] = engine.generate([PROMPT], SamplingParams(max_new_tokens=5, json_schema=circle))  # type: ignore[arg-type]
     assert answer.text.startswith("{")
