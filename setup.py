@@ -20,11 +20,13 @@ SOURCES = "drafter/kernels/csrc/"
 FLAGS = {
     "step_avx2": "-mavx2 -mfma -mf16c",
     "step_avx_vnni": "-mavx2 -mfma -mf16c -mavxvnni",
-    "step_avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni",
+    # GCC 12 warns of its own headers.
+    "step_avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -Wno-uninitialized "
+    "-Wno-maybe-uninitialized",
 }
 FILES = ["library", "pool", "step_plain", *(FLAGS if platform.machine() in ("x86_64", "AMD64") else ())]
 # No -ffast-math and no contraction: a sum has one order, whatever stands beside.
-COMMON = "-O3 -std=c++17 -fPIC -ffp-contract=off -fno-math-errno -pthread -w"
+COMMON = "-O3 -std=c++17 -fPIC -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra"
 
 
 def compiler() -> list[str]:

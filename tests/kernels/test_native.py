@@ -1,6 +1,10 @@
 """The native step's products: numbers against dense references, and bits over rows, tails, threads."""
 
 import ctypes
+import platform
+import re
+import shutil
+import subprocess
 import multiprocessing
 import resource
 import threading
@@ -126,6 +130,19 @@ def test_loading_the_library_runs_no_code_of_an_instruction_set() -> None:
     names = Path(str(native.library()._name)).read_bytes()  # type: ignore[union-attr]
     assert b"_ZN5plain" in names, "the library has its names"
     assert b"_GLOBAL__sub_I_step_" not in names, "a constructor that the processor may not know"
+
+
+@pytest.mark.skipif(not shutil.which("objdump") or platform.machine() != "x86_64", reason="reads code of x86")
+def test_code_of_an_instruction_set_stands_in_its_namespace() -> None:
+    """A linker keeps one copy of a template that several files have, perhaps one that the processor may not know."""
+    command = ["objdump", "-dC", "--no-show-raw-insn", str(native.library()._name)]  # type: ignore[union-attr]
+    others, name = set(), ""
+    for line in subprocess.check_output(command, text=True).splitlines():
+        if found := re.match(r"[0-9a-f]+ <(.*)>:", line):
+            name = found[1]
+        elif re.match(r"\s+[0-9a-f]+:\s+v", line) and not re.search(r"\bavx(2|512|_vnni)::", name):
+            others.add(name)
+    assert not others
 
 
 def test_structures_are_those_of_the_library() -> None:

@@ -9,7 +9,7 @@ INLINE F apply(int activation, F x) {
   switch (activation) {
     case SILU: return x / (exponential(-x) + 1.f);
     case GELU_TANH: return 0.5f * x * (hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x)) + 1.f);
-    case GELU: { F y; for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.7071067812f)); return y; }
+    case GELU: { F y; for (int i = 0; i < LANES; i++) y[i] = .5f * x[i] * (1 + erff(x[i] * .70710678f)); return y; }
     case RELU: return greater(x, F{});
     default: { const F y = greater(x, F{}); return y * y; }
   }
@@ -21,7 +21,7 @@ static float sum_of(const float* x, int size, float minus, bool is_squared) {
   for (; i < size; i++) { const float v = x[i] - minus; total += is_squared ? v * v : v; }
   return total;
 }
-static void norm(const Norm& n, const float* x, float* y, long from, long to) {  // of all x; y, which may be x, gets from .. to - 1
+static void norm(const Norm& n, const float* x, float* y, long from, long to) {  // y may be x
   const float mean = n.kind == LAYER_NORM ? sum_of(x, n.size, 0, false) / n.size : 0.f;
   const float r = 1.f / sqrtf(sum_of(x, n.size, mean, true) / n.size + n.epsilon);
   for (long i = from; i < to; i++) {
@@ -33,7 +33,10 @@ static void norm(const Norm& n, const float* x, float* y, long from, long to) { 
 }
 static void rotate(const Rotary& r, long position, float* x) {
   const int half = r.dim / 2; const float *c = r.cosine + position * half, *s = r.sine + position * half;
-  for (int i = 0; i < half; i++) { const float a = x[i], b = x[i + half]; x[i] = a * c[i] - b * s[i]; x[i + half] = b * c[i] + a * s[i]; }
+  for (int i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * c[i] - b * s[i]; x[i + half] = b * c[i] + a * s[i];
+  }
 }
 INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
 INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
@@ -51,7 +54,7 @@ struct Work {  // of one call: activations of N tokens
   long stride = 0;  // of rows
   Rows input{};  // of the next product, in panels
   mutable std::atomic<int> status{IS_DONE};
-  void fail(int how) const { int done = IS_DONE; status.compare_exchange_strong(done, how); }  // what failed first caused the rest
+  void fail(int how) const { int done = IS_DONE; status.compare_exchange_strong(done, how); }  // the first counts
   void give_back() { for (Memory& each : memory) each.give_back(); }
   void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
     N = n; stride = padded(widest, GROUP); status = IS_DONE;
@@ -67,7 +70,8 @@ struct Range { int first, end; long from, to; };  // rows of one panel, and inpu
 // The work between two products: work(range) for ranges of whole groups of `size` that cover all rows and inputs. Where panels are
 // few, threads share the inputs of a panel, not its rows: two threads in the same lines of memory cost a fifth of a forward.
 template <class W> static void share_ranges(Step& step, const Work& w, long inputs, int size, W work) {
-  const int R = w.input.rows, panels = (w.N + R - 1) / R, groups = padded(inputs, size) / size, parts = lesser(groups, (pool.num_threads + panels - 1) / panels);
+  const int R = w.input.rows, panels = (w.N + R - 1) / R, groups = padded(inputs, size) / size;
+  const int parts = lesser(groups, (pool.num_threads + panels - 1) / panels);
   step.share(panels * parts, 1, [&](int i) {
     const int first = i / parts * R, part = i % parts;
     work(Range{first, lesser(w.N, first + R), (long)groups * part / parts * size, lesser(inputs, (long)groups * (part + 1) / parts * size)});
@@ -85,7 +89,7 @@ static void close(const Work& w, const Range& range, long inputs, const Matrix* 
     if (as_integers) place(w.input, n, w.row(n), range.from, to, true);
   }
 }
-static void input(Step& step, const Work& w, const float* x, long inputs, const Matrix& consumer) {  // rows [N, inputs] as they are
+static void input(Step& step, const Work& w, const float* x, long inputs, const Matrix& consumer) {
   share_ranges(step, w, inputs, GROUP, [&](const Range& r) {
     for (int n = r.first; n < r.end; n++) memcpy(w.row(n) + r.from, x + n * inputs + r.from, 4 * (r.to - r.from));
     close(w, r, inputs, &consumer, 1);
@@ -99,7 +103,8 @@ static void multiply(Step& step, const Work& w, const Product* products, int num
   step.share(chunks, 1, [&](int c) {
     int from = c * chunk, to = lesser(blocks, from + chunk), before = 0;
     for (int i = 0; i < num; i++) {
-      const int mine = padded(products[i].matrix->outputs, BLOCK) / BLOCK, a = bigger(from - before, 0), b = lesser(to - before, mine);
+      const int mine = padded(products[i].matrix->outputs, BLOCK) / BLOCK;
+      const int a = bigger(from - before, 0), b = lesser(to - before, mine);
       if (a < b) multiply(*products[i].matrix, a, b, w.input, w.N, products[i].to, width);
       before += mine;
     }
@@ -138,20 +143,24 @@ struct Call {
     });
     x = sum; spare = old;
   }
-  long key_block(int layer, int row, int head) const { return (((long)layer * cache.num_rows + row) * m.num_key_heads + head) * cache.num_slots; }
+  long key_block(int layer, int row, int head) const {
+    return (((long)layer * cache.num_rows + row) * m.num_key_heads + head) * cache.num_slots;
+  }
 
-  template <class C> void prepare_heads(Step& step, const Layer& l, int layer) const {  // norms and rotation; keys and values to the cache
+  template <class C> void prepare_heads(Step& step, const Layer& l, int layer) const {  // and keys and values
     const int dim = m.head_dim, wide = padded(dim, 16), H = m.num_heads, K = m.num_key_heads;
-    const bool is_whole = (l.query.kind != NO_NORM && l.query.size > dim) || (l.key.kind != NO_NORM && l.key.size > dim);  // norms of all heads together
+    const bool is_whole = (l.query.kind != NO_NORM && l.query.size > dim) || (l.key.kind != NO_NORM && l.key.size > dim);
     share_ranges(step, work, H + K, is_whole ? H + K : 1, [&](const Range& r) {
       for (int n = r.first; n < r.end; n++) {
         const Token& t = token[n]; float *q = work.qkv + (long)n * (H + 2 * K) * dim, *k = q + (long)H * dim, *v = k + (long)K * dim;
         auto norm_heads = [&](const Norm& each, float* x, long first, long num) {
           if (each.kind == NO_NORM) return;
-          for (long i = bigger(0l, r.from - first) * dim; i < lesser(num, r.to - first) * dim; i += each.size) norm(each, x + i, x + i, 0, each.size);
+          for (long i = bigger(0l, r.from - first) * dim; i < lesser(num, r.to - first) * dim; i += each.size)
+            norm(each, x + i, x + i, 0, each.size);
         };
         norm_heads(l.query, q, 0, H); norm_heads(l.key, k, H, K);
-        if (l.rotary >= 0) for (long h = r.from; h < r.to; h++) rotate(cache.rotaries[l.rotary], t.position, q + h * dim);
+        if (l.rotary >= 0)
+          for (long h = r.from; h < r.to; h++) rotate(cache.rotaries[l.rotary], t.position, q + h * dim);
         for (long h = bigger(0l, r.from - H); h < r.to - H; h++) {
           C* key = (C*)cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
           C* value = (C*)cache.values + (key_block(layer, t.row, h) + t.slot) * wide; bool fits = true, is_finite = true;
@@ -176,7 +185,8 @@ struct Call {
     // Groups of neighbouring tokens of one row.
     const int groups = (N + most - 1) / most + tokens.num_rows;
     step.share(groups * m.num_key_heads * head_groups, 1, [&](int i) {
-      const int group = i / (m.num_key_heads * head_groups), h = i / head_groups % m.num_key_heads, part = i % head_groups;
+      const int group = i / (m.num_key_heads * head_groups);
+      const int h = i / head_groups % m.num_key_heads, part = i % head_groups;
       int first = 0, count = 0, g = group;
       for (int begin = 0; begin < N;) {  // group `g` of the rows in order
         int end = begin; while (end < N && token[end].row == token[begin].row) end++;
@@ -202,13 +212,15 @@ struct Call {
   }
   template <class C> void run(Step& step) const {
     Flush flush;
-    const long D = m.hidden_size, H = (long)m.num_heads * m.head_dim, KV = (long)m.num_key_heads * m.head_dim, F_ = m.mlp_size;
+    const long D = m.hidden_size, F_ = m.mlp_size;
+    const long H = (long)m.num_heads * m.head_dim, KV = (long)m.num_key_heads * m.head_dim;
     float *x = work.x, *spare = work.spare;
     settle(step, x, spare, nullptr, 0, &m.layers[0].before_attention, m.layers[0].qkv, 3);
     for (int i = 0; i < m.num_layers; i++) {
       const Layer& l = m.layers[i]; const bool is_last = i + 1 == m.num_layers;
       const Product qkv[3] = {{&l.qkv[0], work.qkv}, {&l.qkv[1], work.qkv + H}, {&l.qkv[2], work.qkv + H + KV}};
-      const Product output{&l.output, work.y}, up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}}, down{&l.down, work.y};
+      const Product output{&l.output, work.y}, down{&l.down, work.y};
+      const Product up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}};
       multiply(step, work, qkv, is_there(l.qkv[1]) ? 3 : 1, H + 2 * KV);
       prepare_heads<C>(step, l, i);
       attention<C>(step, l, i);
@@ -216,7 +228,10 @@ struct Call {
       multiply(step, work, &output, 1, D);
       settle(step, x, spare, &l.after_attention, -1, &l.before_mlp, l.up, 2);
       multiply(step, work, up, is_there(l.up[1]) ? 2 : 1, F_ * (1 + m.has_gate));
-      share_ranges(step, work, F_, GROUP, [&](const Range& r) { for (int n = r.first; n < r.end; n++) activate(n, r); close(work, r, F_, &l.down, 1); });
+      share_ranges(step, work, F_, GROUP, [&](const Range& r) {
+        for (int n = r.first; n < r.end; n++) activate(n, r);
+        close(work, r, F_, &l.down, 1);
+      });
       multiply(step, work, &down, 1, D);
       settle(step, x, spare, &l.after_mlp, i + 1, is_last ? nullptr : &m.layers[i + 1].before_attention, is_last ? nullptr : m.layers[i + 1].qkv, 3);
     }

@@ -1,11 +1,15 @@
-// Vectors of the instruction set that a file is compiled for: LANES numbers of 32 bits, and what C++ cannot say of them.
-// Each file that includes these headers defines STEP, the namespace of its instruction set.
+// Vectors of the instruction set that a file is compiled for: LANES numbers of 32 bits, and what C++ cannot say of
+// them. Each file that includes these headers defines STEP, the namespace of its instruction set.
 #pragma once
 #include <cmath>
 #include <initializer_list>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
+#include <vector>
+
+#include "layout.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -32,6 +36,17 @@ typedef I AnyI __attribute__((aligned(4), may_alias));
 #define APART static __attribute__((noinline))  // a loop whose registers are chosen for itself
 #define INLINE static inline __attribute__((always_inline))
 
+// Templates of std:: carry this namespace in their names by their allocator, so that no linker takes another file's
+// copy of one.
+template <class T> struct Own {
+  typedef T value_type;
+  Own() = default; template <class U> Own(const Own<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T)); }
+  void deallocate(T* p, size_t) { ::operator delete(p); }
+  friend bool operator==(Own, Own) { return true; } friend bool operator!=(Own, Own) { return false; }
+};
+template <class T> using Vector = std::vector<T, Own<T>>;
+
 template <class T> INLINE constexpr T lesser(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE constexpr T bigger(T a, T b) { return a < b ? b : a; }
 INLINE F load(const float* p) { return *(const AnyF*)p; }
@@ -40,13 +55,13 @@ INLINE void store(float* p, F x) { *(AnyF*)p = x; }
 INLINE I all(int32_t x) { return I{} + x; }
 INLINE F bits(I x) { return (F)x; }
 INLINE F number(I x) { return __builtin_convertvector(x, F); }
-template <class V> INLINE V pinned(V x) {  // a compiler that loads all numbers of a loop first has no registers left for the sums
+template <class V> INLINE V pinned(V x) {  // numbers that are loaded first leave no registers for sums
 #if defined(__x86_64__)
   __asm__ volatile("" : "+v"(x));
 #endif
   return x;
 }
-INLINE void prefetch(const void* p, int bytes) { for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i); }
+INLINE void prefetch(const char* p, int bytes) { for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i); }
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 INLINE F all(float x) { return (F)_mm512_set1_ps(x); }  // `F{} + x` would add for each: -0 becomes 0 by that
@@ -89,19 +104,13 @@ INLINE I dot4(I sum, I u, I s) {
   for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
   return sum;
 }
-static float half_of(uint16_t h) {
-  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, size = h & 0x7fff; float x;
-  const uint32_t plain = sign | ((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23));
-  memcpy(&x, &plain, 4);
-  if (size < 0x400) x = (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f;  // subnormal
-  return x;
-}
 INLINE I bytes(const char* p) { I x; for (int i = 0; i < LANES; i++) x[i] = (int8_t)p[i]; return x; }
 INLINE I look_up(const uint8_t* table, I v) {
-  for (int i = 0; i < LANES; i++) { uint8_t b[4]; memcpy(b, &v[i], 4); for (uint8_t& each : b) each = table[each]; memcpy(&v[i], b, 4); }
+  uint8_t* b = (uint8_t*)&v;
+  for (int i = 0; i < 4 * LANES; i++) b[i] = table[b[i]];
   return v;
 }
-INLINE F half(const uint16_t* p) { F x; for (int i = 0; i < LANES; i++) x[i] = half_of(p[i]); return x; }
+INLINE F half(const uint16_t* p) { F x; for (int i = 0; i < LANES; i++) x[i] = from_half(p[i]); return x; }
 #endif
 
 INLINE float sum(F x) {  // of all lanes, in one order
@@ -139,7 +148,7 @@ INLINE F hyperbolic_tangent(F x) {  // near 0 by its series, which keeps the dig
   const F near_0 = x * (1.f + s * (-1.f / 3 + s * (2.f / 15 - s * (17.f / 315))));
   return (s < 0.01f) ? near_0 : t;
 }
-struct Flush {  // Numbers below 1e-38 count as zero in this scope: attention makes many, and each would cost 150 cycles.
+struct Flush {  // Numbers below 1e-38 count as zero in this scope: attention makes many, each costs 150 cycles.
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();
   Flush() { _mm_setcsr(before | 0x8040); }

@@ -1,26 +1,36 @@
-// Layout of everything that crosses the border between Python and the native step. drafter/kernels/native.py holds the twins.
+// Layout of everything that crosses the border between Python and the native step. drafter/kernels/native.py holds the
+// twins.
 //
-// A weight matrix [outputs, inputs] lies in blocks of 16 outputs. Inputs are padded with zeros to a multiple of 32, outputs to a
-// multiple of 16. Within a block, inputs come in groups of 32. One output is summed over its inputs in one order that depends on
-// the matrix alone, so that no other row, block or thread can change a bit of the sum.
+// A weight matrix [outputs, inputs] lies in blocks of 16 outputs. Inputs are padded with zeros to a multiple of 32,
+// outputs to a multiple of 16. Within a block, inputs come in groups of 32. One output is summed over its inputs in one
+// order that depends on the matrix alone, so that no other row, block or thread can change a bit of the sum.
 //
 //   float32, float16   input k of output o: number 16 k + o of the block.
 //   bfloat16           inputs in pairs, output by output: input 2 j + i of output o is word 32 j + 2 o + i.
-//   integers           as `Type` says. T.groups groups lie together: 16 float16 numbers, 16 more where the format has offsets,
-//                      integer scales and offsets of the groups, and then the integers of each group, in one section or two:
-//                      the low bits and the high bits. Byte 64 (j % b) + 4 o + i of a section of b bits holds bits of the input
-//                      4 j + i of output o, for j in 0 .. 7, from bit b (j / b) on.
+//   integers           as `Type` says. Groups lie together: 16 float16 numbers, 16 more where the format has offsets,
+//                      integer scales and offsets, then the integers of each group in one section or two: low bits,
+//                      high bits. Byte 64 (j % b) + 4 o + i of a section of b bits holds bits of the input 4 j + i of
+//                      output o, for j in 0 .. 7, from bit b (j / b) on.
 //
-// A weight is scale * (integer - zero) + offset, where scale and offset are float16 numbers, or those times integers. Formats with
-// integer scales have 8 groups to a pair of float16 numbers, and their offsets count downwards.
-// Worked examples, weight (o = 3, k = 37) of a matrix of 64 inputs: group 1 of block 0, j = 1, i = 1. Q8_0: byte 32 + 64 + 12 + 1
-// of the group. Q5_0: low half of byte 32 + 64 + 12 + 1, and bit 1 of byte 32 + 256 + 12 + 1.
+// A weight is scale * (integer - zero) + offset, where scale and offset are float16 numbers, or those times integers,
+// of which offsets count downwards. Worked examples, weight (o = 3, k = 37) of a matrix of 64 inputs, which is group 1
+// of block 0, j = 1, i = 1. Q8_0: byte 32 + 64 + 12 + 1 of the group. Q5_0: low half of this byte, and bit 1 of byte 32
+// + 256 + 12 + 1.
 //
-// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are float32, or
-// float16 that was rounded once, when a token was written. The head_dim of values is padded to a multiple of 16.
+// Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are
+// float32, or float16 that was rounded once, when a token was written. The head_dim of values is padded to a multiple
+// of 16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+static inline float from_half(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, size = h & 0x7fff; float x;
+  const uint32_t word = sign | ((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23));
+  memcpy(&x, &word, 4);
+  return size < 0x400 ? (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f : x;
+}
 
 enum Format { F32, BF16, F16, Q4_0, Q4_1, Q4_K, Q8_0, Q5_K, Q6_K, Q5_0, Q5_1, Q2_K, Q3_K, IQ4_NL, IQ4_XS, NUM_FORMATS };
 
@@ -33,14 +43,14 @@ struct Type {
   int scale_bits;   // of integer scales and offsets; 0: float16 numbers alone
   int groups;       // that lie together
   bool is_table;    // integers are places in TABLE
-  constexpr int units() const { return 32 * (1 + has_offset); }  // bytes of float16 numbers; then of integer scales; of integers
+  constexpr int units() const { return 32 * (1 + has_offset); }  // bytes of float16 numbers
   constexpr int smalls() const { return 16 * groups * scales * (1 + has_offset) * scale_bits / 8; }
   constexpr int integers() const { return 64 * (low + high); }
   constexpr int bytes() const { return low >= 16 ? 64 * low : units() + smalls() + groups * integers(); }
 };
-// Integer scales and offsets of 16 outputs: number n of group g (its scales, then its offsets) is, for output o, with 8 bits byte
-// 16 (numbers g + n) + o; with 4 bits a half of byte 16 (2 g + n % 2) + o, the high one for n >= 2; with 6 bits, plus 32, a half of
-// byte 16 g + o, and two bits of byte 16 (8 + g / 2) + o from bit 4 (g % 2) + 2 n on.
+// Integer scales and offsets of 16 outputs: number n of group g (its scales, then its offsets) is, for output o, with 8
+// bits byte 16 (numbers g + n) + o; with 4 bits a half of byte 16 (2 g + n % 2) + o, the high one for n >= 2; with 6
+// bits, plus 32, a half of byte 16 g + o, and two bits of byte 16 (8 + g / 2) + o from bit 4 (g % 2) + 2 n on.
 constexpr Type types[NUM_FORMATS] = {
   {32, 0, 0, 0, false, 0, 1, false},   // F32: plain numbers, as BF16 and F16
   {16, 0, 0, 0, false, 0, 1, false},
@@ -61,7 +71,8 @@ constexpr Type types[NUM_FORMATS] = {
 constexpr int64_t block_bytes(int format, int inputs) {  // of 16 outputs
   return (inputs + 31) / 32 / types[format].groups * (int64_t)types[format].bytes();
 }
-constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // with zero at 128
+// What IQ4_NL and IQ4_XS store, plus 128.
+constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 enum NormKind { NO_NORM, RMS_NORM, LAYER_NORM };
 enum Activation { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
@@ -76,7 +87,7 @@ struct Matrix {        // format -1: there is no such matrix
 struct Norm {
   int32_t kind, size;  // size: numbers that are normed together (hidden size; head_dim for norms of each head)
   float epsilon;
-  const float *weight, *bias;  // [size]; null: ones, zeros. A norm that multiplies by 1 + weight has 1 added at loading.
+  const float *weight, *bias;  // [size]; null: ones, zeros. Norms that multiply by 1 + weight have 1 added at loading.
 };
 
 struct Rotary {
@@ -85,8 +96,8 @@ struct Rotary {
 };
 
 struct Layer {
-  Matrix qkv[3];                     // query, key, value; where the first has the rows of all three, the others are not there
-  Matrix up[2];                      // gate, up; the first has the rows of both, or of up alone where the layer has no gate
+  Matrix qkv[3];                     // query, key, value; or the first has the rows of all three
+  Matrix up[2];                      // gate, up; or the first has the rows of both, or of up alone
   Matrix output, down;
   Norm before_attention, after_attention, before_mlp, after_mlp, query, key;
   int32_t rotary;                    // index into the rotations of the cache; -1: the layer rotates nothing
@@ -130,7 +141,7 @@ struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
   const int64_t *token, *index;                 // [num_tokens] target ids; [vocabulary] places in `token`, -1 outside
   const float* log_odds;                        // of a copy, by the length of its match 0 .. MOST_MATCH
   int32_t copies;                               // 0: drafts copy nothing from the text
-  const float* embedding;                       // [vocabulary, hidden], or null: rows of embedding_matrix times its scale
+  const float* embedding;                       // [vocabulary, hidden]; null: rows of embedding_matrix
   const Matrix* embedding_matrix;
   float embedding_matrix_scale;
 };

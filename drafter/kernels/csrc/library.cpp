@@ -31,9 +31,12 @@ static bool keeps(unsigned registers) {  // the system saves these registers
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low & registers) == registers;
 }
-static bool has_avx2() { return keeps(6) && has(7, 0, 1, 5) && has(1, 0, 2, 12) && has(1, 0, 2, 29); }  // with FMA, F16C
+static bool has_avx2() { return keeps(6) && has(7, 0, 1, 5) && has(1, 0, 2, 12) && has(1, 0, 2, 29); }
 static bool has_avx_vnni() { return has_avx2() && has(7, 1, 0, 4); }
-static bool has_avx512() { return has_avx2() && keeps(0xe6) && has(7, 0, 1, 16) && has(7, 0, 1, 17) && has(7, 0, 1, 30) && has(7, 0, 1, 31) && has(7, 0, 2, 11); }
+static bool has_avx512() {
+  const bool has_rest = has(7, 0, 1, 16) && has(7, 0, 1, 17) && has(7, 0, 1, 30) && has(7, 0, 1, 31) && has(7, 0, 2, 11);
+  return has_avx2() && keeps(0xe6) && has_rest;
+}
 #endif
 struct Choice { const char* name; const Kernels* kernels; bool (*is_here)(); };
 static const Choice choices[] = {  // best first
@@ -59,12 +62,6 @@ static const Choice* chosen = best();
 static std::mutex mutex;  // the pool runs one job at a time
 
 // ---- blocks: see layout.h ----
-static float from_half(uint16_t h) {
-  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, size = h & 0x7fff; float x;
-  const uint32_t word = sign | ((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23));
-  memcpy(&x, &word, 4);
-  return size < 0x400 ? (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f : x;
-}
 static uint16_t half_at(const uint8_t* p) { uint16_t h; memcpy(&h, p, 2); return h; }
 
 // 32 inputs of an output, as a block stores them: float16 numbers, integer scales and then offsets, integers.
@@ -89,7 +86,8 @@ static Group read_group(int format, const uint8_t* row, long g) {
   switch (format) {
     case Q4_0: case Q4_1: case Q5_0: case Q5_1: case IQ4_NL: {  // 16 bytes with two integers each
       const bool has_offset = types[format].has_offset, has_fifth = types[format].high > 0;
-      const uint8_t *b = row + g * (18 + 2 * has_offset + 4 * has_fifth), *fifth = b + 2 + 2 * has_offset, *q = fifth + 4 * has_fifth;
+      const uint8_t* b = row + g * (18 + 2 * has_offset + 4 * has_fifth);
+      const uint8_t *fifth = b + 2 + 2 * has_offset, *q = fifth + 4 * has_fifth;
       r.scale = half_at(b);
       if (has_offset) r.offset = half_at(b + 2);
       for (int i = 0; i < 32; i++) {
@@ -104,7 +102,7 @@ static Group read_group(int format, const uint8_t* row, long g) {
       for (int i = 0; i < 32; i++) r.q[i] = b[2 + i] + 128;
       break;
     }
-    case Q4_K: case Q5_K: {  // groups 2 i and 2 i + 1 are the low and the high halves of 32 bytes; Q5_K has a fifth bit each
+    case Q4_K: case Q5_K: {  // groups 2 i and 2 i + 1 are the low and the high halves of 32 bytes
       const uint8_t* b = row + g / 8 * (format == Q4_K ? 144 : 176);
       r.scale = half_at(b); r.offset = half_at(b + 2);
       six_bits(b + 4, j, r.small);
@@ -185,13 +183,12 @@ static uint16_t to_bfloat16(float x) {  // to nearest, ties to even
   if ((w & 0x7fffffff) > 0x7f800000) return (uint16_t)(w >> 16 | 64);
   return (uint16_t)((w + 0x7fff + (w >> 16 & 1)) >> 16);
 }
-
 static uint16_t to_half(float x) {  // 0 .. 65504, to nearest, ties to even
   if (x < 6.103515625e-5f) return (uint16_t)nearbyintf(x * 16777216.f);
   uint32_t w; memcpy(&w, &x, 4);
   return (uint16_t)((w + 0xfff + (w >> 13 & 1) - (112u << 23)) >> 13);
 }
-static Group round_group(int source, const uint8_t* row, long g, long inputs) {  // to 8 bits, as Q8_0; what is no number becomes 0
+static Group round_group(int source, const uint8_t* row, long g, long inputs) {  // as Q8_0; no number: 0
   Group r{}; float v[32], most = 0;
   for (int i = 0; i < 32; i++) {
     v[i] = 32 * g + i < inputs ? read_float(source, row, 32 * g + i) : 0;
@@ -199,8 +196,11 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
     most = fabsf(v[i]) > most ? fabsf(v[i]) : most;
   }
   r.scale = to_half(fminf(fmaxf(most / 127, 1e-7f), 65504));
-  const float scale = from_half(r.scale), whole = 12582912;  // 1.5 * 2^23: a float of this size has no digits behind the point
-  for (int i = 0; i < 32; i++) { const float n = v[i] / scale + whole - whole; r.q[i] = (uint8_t)(128 + (int)(n < -127 ? -127 : n > 127 ? 127 : n)); }
+  const float scale = from_half(r.scale), whole = 12582912;  // 1.5 * 2^23: no digits behind the point
+  for (int i = 0; i < 32; i++) {
+    const float n = v[i] / scale + whole - whole;
+    r.q[i] = (uint8_t)(128 + (int)(n < -127 ? -127 : n > 127 ? 127 : n));
+  }
   return r;
 }
 
@@ -219,16 +219,18 @@ struct Packing {
         memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2);
       }
     for (long g = 0; format > F16 && g < (inputs + 31) / 32; g++)
-      for (int o = 0; o < num; o++)
-        write_group(types[format], source <= F16 ? round_group(source, row[o], g, inputs) : read_group(format, row[o], g), g, o, to);
+      for (int o = 0; o < num; o++) {
+        const Group r = source <= F16 ? round_group(source, row[o], g, inputs) : read_group(format, row[o], g);
+        write_group(types[format], r, g, o, to);
+      }
   }
 };
 
-// Memory that nobody has written yet comes in pages of 2 MiB where it can: a step reads all weights, and small pages would
-// cost a look-up for every 4 KiB.
+// Memory that nobody has written yet comes in pages of 2 MiB where it can: small pages cost a look-up for every 4 KiB.
 static void ask_for_huge_pages(void* start, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
-  const uintptr_t page = 4096, first = ((uintptr_t)start + page - 1) / page * page, end = ((uintptr_t)start + bytes) / page * page;
+  const uintptr_t page = 4096, at = (uintptr_t)start;
+  const uintptr_t first = (at + page - 1) / page * page, end = (at + bytes) / page * page;
   if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);
 #endif
 }
@@ -284,15 +286,19 @@ int pack(int format, int source, int outputs, int inputs, const void* const* row
   Packing packing{format, source, outputs, inputs, (const uint8_t* const*)rows, (uint8_t*)blocks};
   return alone([&] { pool.share((outputs + 15) / 16, [&](int i) { packing.block(i); }); return IS_DONE; });
 }
-int unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) { return chosen->kernels->unpack_rows(*m, num, row, out); }
-int multiply(const Matrix* m, int num_rows, const float* x, float* y) { return alone([&] { return chosen->kernels->multiply(*m, num_rows, x, y); }); }
+int unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) {
+  return chosen->kernels->unpack_rows(*m, num, row, out);
+}
+int multiply(const Matrix* m, int num_rows, const float* x, float* y) {
+  return alone([&] { return chosen->kernels->multiply(*m, num_rows, x, y); });
+}
 int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states, const int32_t* layers, float* states) {
   const long num = (long)t->num_rows * t->num_tokens;
   if (!are_slots(*c, t->first_row, t->num_rows, t->slot, num)) return OUTSIDE;
   for (long i = 0; i < num; i++) if ((t->position[i] < 0 || t->position[i] > t->slot[i]) && t->slot[i] != c->spare_slot) return OUTSIDE;
   return alone([&] { return chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states); });
 }
-int search(const Drafter* d, const Search* s) { return alone([&] { chosen->kernels->search(*d, *s); return IS_DONE; }); }
+int search(const Drafter* d, const Search* s) { return alone([&] { return chosen->kernels->search(*d, *s), IS_DONE; }); }
 int noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
   return alone([&] { chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out); return IS_DONE; });
 }

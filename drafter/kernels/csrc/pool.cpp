@@ -71,5 +71,6 @@ void Pool::run(void (*given)(void*, Step&), void* with) {
   if (has_no_memory.exchange(false)) throw std::bad_alloc();
 }
 void Pool::begin_again() {  // what other threads worked on is lost, its memory with it
-  num_started = 1; num_parts = 0; parts = nullptr; num_active.store(0); is_open.store(false); has_no_memory.store(false);
+  num_started = 1; num_parts = 0; parts = nullptr; num_active.store(0); is_open.store(false);
+  has_no_memory.store(false);
 }

@@ -1,7 +1,7 @@
-// Threads for steps of milliseconds. A job is one function that all threads run; its parts are shared out in blocks of work.
-// A thread that is held up holds nobody up, except for the block that it works on: a part ends when its blocks are done, not
-// when all threads have arrived. So the bits of a result depend on neither the number of threads nor their speed.
-// A forked child has threads of its own, which start with its first job.
+// Threads for steps of milliseconds. A job is one function that all threads run; its parts are shared out in blocks of
+// work. A thread that is held up holds nobody up, except for the block that it works on: a part ends when its blocks
+// are done, not when all threads have arrived. So the bits of a result depend on neither the number of threads nor
+// their speed. A forked child has threads of its own, which start with its first job.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Pool {
   Counter* parts = nullptr;  // [num_parts], of a job
 
   void set_num_threads(int n);
-  void run(void (*work)(void*, Step&), void* argument);  // returns when every part is done; std::bad_alloc from any thread
+  void run(void (*work)(void*, Step&), void* argument);  // returns when all is done; std::bad_alloc from any thread
   void begin_again();  // in a forked child
   template <class W> void share(int n, W work);  // a job of one part: work(i) for i in 0 .. n - 1
   static void pause(int& spins);  // of a loop that waits for another thread

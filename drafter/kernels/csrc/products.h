@@ -1,15 +1,15 @@
-// Products of rows with a matrix in blocks, one block of 16 outputs at a time. Every output is one sum in one order: input by
-// input, or over groups of 32 inputs.
+// Products of rows with a matrix in blocks, one block of 16 outputs at a time. Every output is one sum in one order:
+// input by input, or over groups of 32 inputs.
 #pragma once
 #include "lanes.h"
-#include "layout.h"
 
 namespace STEP {
 constexpr int GROUP = 32;
 inline int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-// Activations of N rows. The rows lie in panels of `rows` rows, input by input, so that one address leads to all rows of a panel:
-// input k of row n is x[(n / rows * stride + k) * rows + n % rows]. In 8 bits, four inputs stand where one stands here.
+// Activations of N rows. The rows lie in panels of `rows` rows, input by input, so that one address leads to all rows
+// of a panel: input k of row n is x[(n / rows * stride + k) * rows + n % rows]. In 8 bits, four inputs stand where one
+// stands here.
 struct Rows {
   float* x;           // as they are
   int32_t* q;         // rounded, four inputs a word: x = q * scale in groups of 32
@@ -24,9 +24,10 @@ struct Rows {
     return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus + 3 * groups, stride, rows};
   }
 };
-constexpr int MOST_ROWS = LANES == 16 ? 12 : 6;
+constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;
 static int panel_rows(int N) {  // 1, 2, 3, 4, 6, 8 or 12: the rows that one template computes
   const int parts = (N + MOST_ROWS - 1) / MOST_ROWS, m = (N + parts - 1) / parts;
+  if (LANES == 4) return m == 3 ? 4 : m;
   return m <= 4 ? m : m <= 6 ? 6 : m <= 8 ? 8 : 12;
 }
 // Inputs from .. to - 1, whole groups, of row n of the panels, from its numbers: as they are, or rounded.
@@ -85,7 +86,7 @@ struct InBF16 {
   }
 };
 template <class T> constexpr int strip_bytes() { return T::BYTES * LANES * (T::IS_PAIRED ? 2 : 1); }
-template <class T> static void dense_floats(const char* group, int, int strip, F* out) {  // 32 vectors: weights as numbers
+template <class T> static void dense_floats(const char* group, int, int strip, F* out) {
   const char* w = group + strip * strip_bytes<T>();
   for (int i = 0; i < GROUP; i += 2) {
     out[i] = T::template input<0>(w, i);
@@ -136,7 +137,7 @@ template <Format FORMAT> struct In {
     if constexpr (!T.has_offset) return {half(p), F{}};
     else return {half(p), T.scale_bits ? -half(p + BLOCK) : half(p + BLOCK)};
   }
-  INLINE F factor(const char* b, F unit, int g, int n, int strip) {  // number n of group g: its scales, then its offsets
+  INLINE F factor(const char* b, F unit, int g, int n, int strip) {  // number n of group g: scales, then offsets
     const char* s = b + T.units() + strip * LANES;
     constexpr int NUM = SCALES * (1 + T.has_offset);
     if constexpr (T.scale_bits == 0) return unit;
@@ -156,11 +157,12 @@ template <Format FORMAT> struct In {
     if constexpr (T.is_table) v = look_up(TABLE, v);
     return v;
   }
-  // sum [M] += scale * x's scale * sum of products, for group g of the rows, which is group i of those that lie together
+  // sum [M] += scale * x's scale * sum of products, for group g of the rows, group i of those that lie together
   template <int M> INLINE void add(const char* b, Unit u, int i, int strip, const Rows& x, long g, F* sum) {
     const char* q = start(b, i, strip);
     UNROLL for (int h = 0; h < SCALES; h++) {
-      const F scale = factor(b, u.scale, i, h, strip), offset = T.has_offset ? factor(b, u.offset, i, SCALES + h, strip) : F{};
+      const F scale = factor(b, u.scale, i, h, strip);
+      const F offset = T.has_offset ? factor(b, u.offset, i, SCALES + h, strip) : F{};
       const int32_t *words = x.q + (8 * g + VECTORS * h) * M, *minus = x.minus + (3 * g + (SCALES == 2 ? h : 2)) * M;
       auto finish = [&](int r, I n) {
         const float x_r = x.scale[g * M + r];
@@ -182,7 +184,7 @@ template <Format FORMAT> struct In {
         }
         UNROLL for (int r = 0; r < M; r++) finish(r, n[r]);
       } else {
-        constexpr int FIT = lesser(VECTORS, 32767 / (2 * 127 * MOST));  // products that 16 bits add up: 8, 4 or 2 vectors
+        constexpr int FIT = lesser(VECTORS, 32767 / (2 * 127 * MOST));  // vectors of products that 16 bits add up
         UNROLL for (int r = 0; r < M; r++) {
           I n = T.zero ? all(minus[r]) * T.zero : I{};
           UNROLL for (int j = 0; j < VECTORS; j += FIT) {
@@ -205,11 +207,12 @@ template <Format FORMAT> struct In {
 #endif
     }
   }
-  static __attribute__((noinline)) void dense(const char* b, int i, int strip, F* out) {  // 32 vectors: weights as numbers
+  static __attribute__((noinline)) void dense(const char* b, int i, int strip, F* out) {
     const Unit u = unit(b, strip);
     const char* q = start(b, i, strip);
     for (int h = 0; h < SCALES; h++) {
-      const F scale = factor(b, u.scale, i, h, strip), offset = T.has_offset ? factor(b, u.offset, i, SCALES + h, strip) : F{};
+      const F scale = factor(b, u.scale, i, h, strip);
+      const F offset = T.has_offset ? factor(b, u.offset, i, SCALES + h, strip) : F{};
       UNROLL for (int j = 0; j < VECTORS; j++) {
         const I v = integers(q, VECTORS * h + j);
         for (int k = 0; k < 4; k++) {
@@ -239,14 +242,15 @@ APART void rounded_strip(const char* w, long block_bytes, int first, long inputs
 }
 // Integers as numbers, times activations that are not rounded.
 template <int M>
-APART void dense_rows(Dense dense, const char* w, int bytes, int groups, int strip, long inputs, const Rows& x, float* out) {
+APART void dense_rows(Dense dense, const char* w, int bytes, int groups, int strip, long inputs, Rows x, float* out) {
   F sum[M];
   UNROLL for (int r = 0; r < M; r++) sum[r] = F{};
   for (long g = 0; g < inputs / GROUP; g++) {
     F weights[GROUP];
     dense(w + g / groups * bytes, g % groups, strip, weights);
     const float* v = x.x + GROUP * g * M;
-    for (int i = 0; i < GROUP; i++, v += M) UNROLL for (int r = 0; r < M; r++) sum[r] = fma(weights[i], all(v[r]), sum[r]);
+    for (int i = 0; i < GROUP; i++, v += M)
+      UNROLL for (int r = 0; r < M; r++) sum[r] = fma(weights[i], all(v[r]), sum[r]);
   }
   UNROLL for (int r = 0; r < M; r++) store(out + r * LANES, sum[r]);
 }
@@ -263,12 +267,12 @@ template <class T> struct Floats {
 template <class T> struct Integers { template <int M> static constexpr Kernel kernel = rounded_strip<T, M>; };
 template <class T> struct Numbers { template <int M> static constexpr Kernel kernel = dense_strip<T, M>; };
 template <class K> static Kernel by_rows(int m) {
-  switch (m) {
-    case 1: return K::template kernel<1>;
-    case 2: return K::template kernel<2>;
-    case 3: return K::template kernel<3>;
-    case 4: return K::template kernel<4>;
-    case 6: return K::template kernel<6>;
+  if (m == 1) return K::template kernel<1>;
+  if (m == 2) return K::template kernel<2>;
+  if (m == 4) return K::template kernel<4>;
+  if constexpr (LANES >= 8) {
+    if (m == 3) return K::template kernel<3>;
+    if (m == 6) return K::template kernel<6>;
   }
   if constexpr (LANES == 16) return m == 8 ? K::template kernel<8> : K::template kernel<12>;
   return nullptr;
@@ -281,13 +285,9 @@ static Way way_of(const Matrix& W, int m) {
   case Format::FORMAT: \
     return {by_rows<Floats<In##FORMAT>>(m), float_strips<In##FORMAT, 1, 1>, m == 1 ? OF_ONE : TOGETHER};
 #define INTEGERS(FORMAT) \
-  case Format::FORMAT: { \
-    typedef In<Format::FORMAT> T; \
-    return {W.is_rounded ? by_rows<Integers<T>>(m) : by_rows<Numbers<T>>(m), nullptr, 1}; \
-  }
+  case Format::FORMAT: \
+    return {W.is_rounded ? by_rows<Integers<In<Format::FORMAT>>>(m) : by_rows<Numbers<In<Format::FORMAT>>>(m), {}, 1};
   switch (W.format) { FLOATS(F32) FLOATS(BF16) FLOATS(F16) EACH_INTEGER_FORMAT(INTEGERS) }
-#undef FLOATS
-#undef INTEGERS
   return {};
 }
 static Dense dense_of(int format) {
@@ -298,10 +298,9 @@ static Dense dense_of(int format) {
     case F16: return dense_floats<InF16>;
     EACH_INTEGER_FORMAT(DENSE)
   }
-#undef DENSE
   return nullptr;
 }
-INLINE void put(const float* from, int count, const float* bias, float* y) {  // one vector of outputs, of which `count` exist
+INLINE void put(const float* from, int count, const float* bias, float* y) {  // one vector, of which `count` exist
   if (count >= LANES) return store(y, bias ? load(from) + load(bias) : load(from));
   for (int i = 0; i < count; i++) y[i] = bias ? from[i] + bias[i] : from[i];
 }
@@ -316,7 +315,8 @@ static void product(const Matrix& W, Way way, long from, long to, const Rows& x,
     else for (int i = 0; i < here; i++) way.single(blocks, bytes, s + i, inputs, x, out + i * LANES);
     for (int r = 0; r < num; r++) for (int i = 0; i < here; i++) {
       const long o = (s + i) * LANES;
-      if (o < W.outputs) put(out + (r * way.vectors + i) * LANES, W.outputs - o, W.bias ? W.bias + o : nullptr, y + r * width + o);
+      const float *from = out + (r * way.vectors + i) * LANES, *bias = W.bias ? W.bias + o : nullptr;
+      if (o < W.outputs) put(from, W.outputs - o, bias, y + r * width + o);
     }
   }
 }
@@ -324,13 +324,15 @@ static void product(const Matrix& W, Way way, long from, long to, const Rows& x,
 static void multiply(const Matrix& W, long from, long to, const Rows& x, int N, float* y, long width) {
   const Way way = way_of(W, x.rows);
   if (N == 1) return product(W, way, from * STRIPS, to * STRIPS, x, 1, y, width);
-  const int panel_bytes = padded(W.inputs, GROUP) * x.rows * (W.is_rounded ? 1 : 4), num_panels = (N + x.rows - 1) / x.rows;
+  const int num_panels = (N + x.rows - 1) / x.rows;
+  const int panel_bytes = padded(W.inputs, GROUP) * x.rows * (W.is_rounded ? 1 : 4);
   const int near = bigger(1, 256 * 1024 / panel_bytes);  // panels that stay in the second cache
   for (int first = 0; first < num_panels; first += near)
     for (long b = from; b < to; b++)
       for (int p = first; p < lesser(num_panels, first + near); p++) {
         const long row = (long)p * x.rows;
-        product(W, way, b * STRIPS, (b + 1) * STRIPS, x.panel(p), lesser<long>(x.rows, N - row), y + row * width, width);
+        const int num = lesser<long>(x.rows, N - row);
+        product(W, way, b * STRIPS, (b + 1) * STRIPS, x.panel(p), num, y + row * width, width);
       }
 }
 static void unpack_row(const Matrix& W, long row, float* out) {

@@ -11,7 +11,9 @@ static void find_best(const float* v, int R, int W, Best& best) {
   each_above(v, R, best.value[W - 1], [&](int64_t k) {
     if (!(v[k] > best.value[W - 1])) return;
     int p = W - 1;
-    for (; p > 0 && best.value[p - 1] < v[k]; p--) { best.value[p] = best.value[p - 1]; best.index[p] = best.index[p - 1]; }
+    for (; p > 0 && best.value[p - 1] < v[k]; p--) {
+      best.value[p] = best.value[p - 1]; best.index[p] = best.index[p - 1];
+    }
     best.value[p] = v[k]; best.index[p] = (int)k;
   });
 }
@@ -26,12 +28,19 @@ static float log_sum(const float* v, int R) {  // of exponentials
   return top + logf(sum_);
 }
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
-static float log_add(float a, float b) { const float top = a > b ? a : b; return top == -INFINITY ? top : top + logf(expf(a - top) + expf(b - top)); }
+static float log_add(float a, float b) {
+  const float top = a > b ? a : b;
+  return top == -INFINITY ? top : top + logf(expf(a - top) + expf(b - top));
+}
 
 // Earlier occurrences of a beam's last tokens: the length of the match that ends at each position before the root's.
 struct Matches {
   static void begin(const int64_t* text, long root, uint8_t* length) {
-    for (long s = 0; s < root; s++) { int n = 0; while (n < MOST_MATCH && s - n >= 0 && text[s - n] == text[root - n]) n++; length[s] = n; }
+    for (long s = 0; s < root; s++) {
+      int n = 0;
+      while (n < MOST_MATCH && s - n >= 0 && text[s - n] == text[root - n]) n++;
+      length[s] = n;
+    }
   }
   static void follow(const int64_t* text, long root, const uint8_t* before, int64_t token, uint8_t* length) {
     for (long s = 0; s < root; s++) length[s] = text[s] == token ? lesser(MOST_MATCH, (s ? before[s - 1] : 0) + 1) : 0;
@@ -39,7 +48,10 @@ struct Matches {
   // The token behind the longest match, the latest of equals, and its log odds; -inf: nothing is named.
   static int64_t named(const int64_t* text, long root, const uint8_t* length, const float* log_odds, float& odds) {
     int most = 0; long place = -1, matches = 0, agreeing = 0;
-    for (long s = 0; s < root; s++) if (length[s]) { matches++; if (length[s] >= most) { most = length[s]; place = s; } }
+    for (long s = 0; s < root; s++) {
+      matches += length[s] > 0;
+      if (length[s] && length[s] >= most) { most = length[s]; place = s; }
+    }
     if (place < 0) { odds = -INFINITY; return 0; }
     const int64_t token = text[place + 1];
     for (long s = 0; s < root; s++) agreeing += length[s] && text[s + 1] == token;
@@ -82,10 +94,13 @@ struct SearchCall {
       if (size - i >= LANES) store(y + i, v); else memcpy(y + i, &v, 4 * (size - i));
     }
   }
-  const Matrix* reader(int block) const { return block < d.num_blocks ? (d.down ? d.down + block : d.blocks + block) : is_there(d.head) ? &d.head : &d.rows; }
+  const Matrix* reader(int block) const {
+    if (block < d.num_blocks) return d.down ? d.down + block : d.blocks + block;
+    return is_there(d.head) ? &d.head : &d.rows;
+  }
 
-  void network(Step& step, const Work& w, const Side& side, int each) const {  // logits of all live beams, and their new states
-    const int D = d.hidden_size, E = 2 * D, N = w.N;
+  void network(Step& step, const Work& w, const Side& side, int each) const {  // logits and new states
+    const int D = d.hidden_size, E = 2 * D;
     auto product = [&](const Matrix& m, float* to) { const Product p{&m, to}; multiply(step, w, &p, 1, m.outputs); };
     auto narrow = [&](const Matrix& m, const Matrix* consumer) {  // a product whose outputs are the next inputs
       product(m, w.y);
@@ -118,8 +133,12 @@ struct SearchCall {
     product(d.rows, logits);
   }
   bool has_noise(int row) const { return s.noise_weight > 0 && is_sampled(s.sampling, row); }
-  uint64_t stream(int row, int step) const { return stream_start(s.sampling->seed[row], s.position[row] + step + 1, 0); }
-  float noise_of(int row, int step, int64_t token) const { float g[WORDS]; gumbel(stream(row, step), &token, 0, 1, g); return s.noise_weight * g[0]; }
+  uint64_t stream(int row, int at) const { return stream_start(s.sampling->seed[row], s.position[row] + at + 1, 0); }
+  float noise_of(int row, int step, int64_t token) const {
+    float g[WORDS];
+    gumbel(stream(row, step), &token, 0, 1, g);
+    return s.noise_weight * g[0];
+  }
   void make_noise(int row, int step, long piece) const {  // of the draft vocabulary, for all beams of a row
     float* out = noise + (long)row * d.num_tokens;
     for (long i = piece * PIECE, end = lesser<long>(d.num_tokens, i + PIECE); i < end; i += SOME) {
@@ -128,7 +147,7 @@ struct SearchCall {
       for (int k = 0; k < num; k++) out[i + k] = s.noise_weight * g[k];
     }
   }
-  void rank(const Side& side, int n, int row, int step) const {  // the W likeliest children of a beam, and the copied one
+  void rank(const Side& side, int n, int row, int step) const {  // the W likeliest children, and the copied one
     Beam& b = side.beams[n]; float* v = logits + (long)n * d.num_tokens; float odds = -INFINITY; const int R = d.num_tokens;
     if (is_sampled(s.sampling, row)) {
       const float least = warp(*s.sampling, row, v, R);
@@ -151,15 +170,19 @@ struct SearchCall {
     find_best(v, R, s.width, b.best);
     for (int w = 0; w < s.width; w++) b.best.value[w] -= total;
   }
-  void choose(int step, int row, int each, const Side& from, const Side& to) const {  // the W best children of all beams of a row
+  void choose(int step, int row, int each, const Side& from, const Side& to) const {  // the W best children of a row
     const int W = s.width, out = step * W; int next[MOST_BEAMS] = {0}; bool has_copied[MOST_BEAMS] = {false};
     const long D = d.hidden_size, nodes = (long)row * num_nodes();
     for (int w = 0; w < W; w++) {
       int parent = 0; float most = -INFINITY; bool is_copy = false;
       for (int k = 0; k < each; k++) {
         const Beam& b = from.beams[row * each + k];
-        if (next[k] < W && b.total + b.best.value[next[k]] > most) { most = b.total + b.best.value[next[k]]; parent = k; is_copy = false; }
-        if (!has_copied[k] && b.total + b.named_value > most) { most = b.total + b.named_value; parent = k; is_copy = true; }
+        if (next[k] < W && b.total + b.best.value[next[k]] > most) {
+          most = b.total + b.best.value[next[k]]; parent = k; is_copy = false;
+        }
+        if (!has_copied[k] && b.total + b.named_value > most) {
+          most = b.total + b.named_value; parent = k; is_copy = true;
+        }
       }
       const int n = row * W + w, p = row * each + parent; Beam& b = to.beams[n];
       b.total = most; b.token = 0;
@@ -180,7 +203,10 @@ struct SearchCall {
       const float value = has_noise(row) ? -expf(-odds - noise_of(row, step, token)) : -softplus(-odds);
       total = odds > -INFINITY ? total + value : -INFINITY;
       s.token[nodes + at] = token; s.score[nodes + at] = total; s.parent[nodes + at] = step == s.length ? at - s.width : at - 1;
-      if (total > -INFINITY) { Matches::follow(text(row), s.position[row], now, token, next); uint8_t* old = now; now = next; next = old; }
+      if (total > -INFINITY) {
+        Matches::follow(text(row), s.position[row], now, token, next);
+        uint8_t* old = now; now = next; next = old;
+      }
     }
   }
   void run(Step& step) const {
@@ -195,7 +221,9 @@ struct SearchCall {
       network(step, w, from, each);
       if (s.sampling) {
         const long pieces = (d.num_tokens + PIECE - 1) / PIECE;
-        step.share(s.num_rows * pieces, 1, [&](int j) { if (has_noise(j / pieces)) make_noise(j / pieces, i, j % pieces); });
+        step.share(s.num_rows * pieces, 1, [&](int j) {
+          if (has_noise(j / pieces)) make_noise(j / pieces, i, j % pieces);
+        });
       }
       step.share(w.N, 1, [&](int n) { rank(from, n, n / each, i); });
       step.share(s.num_rows, 1, [&](int b) { choose(i, b, each, from, to); });

@@ -8,7 +8,8 @@
 struct Nodes { int64_t *token, *parent, *depth; uint8_t* is_node; };  // [N], the root first
 
 // The N - 1 best of M drafted nodes behind the root; equals keep the first. Worked example: decoding/tree.py.
-static void pack_row(int M, int N, int64_t root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score, Nodes to) {
+static void pack_row(int M, int N, int64_t root, const int64_t* token, const int64_t* parent, const int64_t* depth,
+    const float* score, Nodes to) {
   static thread_local std::vector<int> best, place;
   best.resize(M); place.assign(M, 0);
   for (int i = 0; i < M; i++) best[i] = i;
@@ -23,7 +24,8 @@ static void pack_row(int M, int N, int64_t root, const int64_t* token, const int
   }
 }
 // Walks from the root while the pick at a node is one of its children. path [L + 1] repeats its last node.
-static void accept_row(int N, int L, Nodes tree, const int64_t* pick, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
+static void accept_row(int N, int L, Nodes tree, const int64_t* pick, int64_t* path, int64_t* num_accepted,
+    int64_t* bonus) {
   int64_t node = 0;
   path[0] = *num_accepted = 0;
   for (int n = 1; n < N; n++)  // children stand behind their parents
