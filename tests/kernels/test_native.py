@@ -1,12 +1,12 @@
 """The native step's products: numbers against dense references, and bits over rows, tails, threads."""
 
 import ctypes
+import multiprocessing
 import platform
 import re
+import resource
 import shutil
 import subprocess
-import multiprocessing
-import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
