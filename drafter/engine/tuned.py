@@ -36,6 +36,7 @@ _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if i
 _TIMES = 2 * _TRIAL_STEPS  # durations of a tree whose median counts
 _MOST_ROWS = 8  # of more rows no tree is tried
 _PAUSE = 12  # steps between two trials, after which a start is over; a short answer pays for few trials
+_COPY_GAIN, _MOST_COPY_GAIN = 3.0, 8.0  # plain steps that copies may lose at first, and after they have saved many
 _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calibration has seen
 
 
@@ -268,6 +269,7 @@ class Sizer:
         # Drafted tokens: a guess weighs less than a measurement, and copies depend on the text more than on a drafter.
         weights = {False: 8.0, True: 3.0} if self._tries else {False: 16.0, True: 16.0}
         self._seen = {is_copies: _Acceptance(weight, prior=weight) for is_copies, weight in weights.items()}
+        self._copy_gain = _COPY_GAIN
         self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
 
     @property
@@ -290,7 +292,7 @@ class Sizer:
         if self._num_left <= 0 and (due := self._due()) is not None:
             self._present, self._num_left = due, _TRIAL_STEPS
         elif self._num_left <= 0:
-            self._present = self._fastest()
+            self._present = self._floor(self._fastest())
         tree = self._present.tree
         if self._is_live:
             self._times[rows].used[tree] = self._num_steps
@@ -305,6 +307,7 @@ class Sizer:
         tree = self._present.tree
         if self._is_live:
             self._time(tree, seconds, num_nodes)
+            self._count_copies(tree, num_accepted, num_nodes)
         if not tree.is_plain and num_accepted:
             expected = len(num_accepted) * (self._present.tokens_per_step - 1.0)
             self._seen[tree.is_copies].add(sum(num_accepted), expected, len(num_accepted))
@@ -323,6 +326,27 @@ class Sizer:
         best = max(choices.values(), key=lambda choice: (self._rate(choice), -choice.tree_size))
         present = choices.get(self._present.tree, best)
         return best if self._rate(best) > _GAIN_TO_SWITCH * self._rate(present) else present
+
+    def _floor(self, best: MeasuredTree) -> MeasuredTree:
+        """Copies in place of plain decoding, as long as they pay where there is something to copy: a tree without
+        copies is a plain step.
+        """
+        choices = self._table.get(self._rows, {})
+        copies = [choice for tree, choice in choices.items() if tree.is_copies]
+        if not (self._is_live and best.tree.is_plain and self._copy_gain > 0 and copies):
+            return best
+        return max(copies, key=self._rate)
+
+    def _count_copies(self, tree: Tree, num_accepted: Sequence[int], num_nodes: int) -> None:
+        """Plain steps that copies saved, less those that their nodes cost, of late."""
+        if not tree.is_copies:
+            self._copy_gain += (_COPY_GAIN - self._copy_gain) / _MEMORY
+        elif num_nodes > 1 and num_accepted:
+            durations = self._times[self._rows].durations
+            plain = durations.get((tree, 1)) or durations.get((PLAIN, 1)) or [1.0]
+            cost = max(median(durations[tree, num_nodes]) / median(plain) - 1, 0.0)
+            gain = self._copy_gain * (1 - 1 / _WINDOW) + sum(num_accepted) / len(num_accepted) - cost
+            self._copy_gain = min(gain, _MOST_COPY_GAIN)
 
     # -- trials ----------------------------------------------------------------------------------------------------
 
