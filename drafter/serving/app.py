@@ -83,7 +83,8 @@ class Server:
             if options.follow and not self.follower.folder.is_dir():
                 raise ValueError(f"--follow watches a folder, and --drafter {options.drafter_used} is none")
         self._follows = options.follow
-        self._has_marks = has_marks(str(target.tokenizer.chat_template or ""))
+        self._template = str(target.tokenizer.chat_template or "")
+        self._has_marks = has_marks(self._template)
         self._thread = ThreadPoolExecutor(1, "json")
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
         self._card = {
@@ -129,12 +130,11 @@ class Server:
         """Answer a conversation."""
         body = await self._read(request, ChatRequest)
         tools = body.callable_tools
-        if tools and body.tool_choice != "auto":
-            raise ApiError(400, "tool_choice is 'auto' or 'none' on this server", param="tool_choice")
         if tools and self._has_marks is None:
             raise ApiError(
                 400, f"the chat template of {self.model.name!r} takes no tools: leave them out", param="tools"
             )
+        body.require_call(self._template)
         return await self._respond(body, [Chat([turn.plain for turn in body.messages], tools)], request)
 
     async def complete(self, request: Request) -> Response:
@@ -222,6 +222,7 @@ class Server:
                 await asyncio.to_thread(self.worker.engine.grammars.guide, params)
         except ValueError as error:
             param = "response_format" if body.structured_outputs is None else "structured_outputs"
+            param = "tools" if isinstance(body, ChatRequest) and body.must_call else param
             raise ApiError(400, str(error), param=param) from error
 
     def _requests(

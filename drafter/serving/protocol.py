@@ -6,12 +6,13 @@ refused by name, unless its value asks for nothing: the field may ask for an ans
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictInt,
     StrictStr,
@@ -23,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from drafter.decoding.params import MAX_BIASED, SamplingParams
+from drafter.serving.tools import structure_of_call
 from drafter.utils.io import first_line, printable
 from drafter.utils.validate import range_of
 
@@ -355,6 +357,7 @@ class ChatRequest(Generation):
     max_completion_tokens: _Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    _structure: dict[str, str] = PrivateAttr(default_factory=dict)
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
@@ -370,6 +373,21 @@ class ChatRequest(Generation):
         if (wanted is not None and wanted not in names) or (choice == "required" and not names):
             raise refusal("tool_choice", "{name} asks for a function that is not among the tools")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call."""
+        return bool(self.callable_tools) and self.tool_choice != "auto"
+
+    def require_call(self, template: str) -> None:
+        """Let the answer call a function, if the choice of tools asks for that, in the form of a chat template."""
+        if self.must_call:
+            self._structure = structure_of_call(self.callable_tools, template)
+
+    def params(self, max_length: int) -> SamplingParams:
+        """As of :class:`Generation`, with the form of a call that the answer must have."""
+        found = super().params(max_length)
+        return replace(found, **self._structure) if self._structure else found
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

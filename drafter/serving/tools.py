@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -23,6 +23,20 @@ _LONGEST = 1 << 16  # characters of an object that may become a call
 def has_marks(template: str) -> bool | None:
     """Whether calls stand between marks, in the form that a chat template shows; None: the template takes no tools."""
     return OPEN in template if "tools" in template else None
+
+
+def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str) -> dict[str, str]:
+    """What an answer must look like that calls one of the functions, as fields of SamplingParams."""
+    key = "parameters" if '"parameters"' in template and OPEN not in template else "arguments"
+    calls = []
+    for function in (tool["function"] for tool in tools):
+        properties = {"name": {"const": function["name"]}, key: function.get("parameters") or {"type": "object"}}
+        calls.append({"type": "object", "properties": properties, "required": ["name", key]})
+        calls[-1]["additionalProperties"] = False
+    schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    if OPEN not in template:
+        return {"json_schema": schema}
+    return {"grammar": f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {schema}'}
 
 
 class ToolParser:

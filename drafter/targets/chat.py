@@ -46,8 +46,7 @@ Pieces = tuple[str | int, ...]  # texts, and token ids between them
 def texts_of(asked: str | Chat | Pieces) -> list[str]:
     """The texts of a prompt."""
     if isinstance(asked, Chat):
-        tools = [json.dumps(asked.tools)] if asked.tools else []
-        return [*(turn.get("content") or "" for turn in asked.messages), *tools]
+        return [turn.get("content") or "" for turn in asked.messages]
     return [asked] if isinstance(asked, str) else [piece for piece in asked if isinstance(piece, str)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from drafter.serving.tools import ToolParser, has_marks
+from tests.serving.live import MODEL, Live
 
 ADD, NOW = ("add", '{"a": 1, "b": "}\\"{"}'), ("now", "{}")
 HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -62,3 +63,31 @@ def test_the_form_is_the_templates() -> None:
     assert has_marks("{{ messages }}") is None
     assert has_marks("{% if tools %}<tool_call>{% endif %}") is True
     assert has_marks("{% if tools %}[AVAILABLE_TOOLS]{% endif %}") is False
+
+
+@pytest.mark.parametrize("template", ["{{ tools }} <tool_call>", '{{ tools }} "parameters"'])
+def test_a_required_call_has_the_schema_of_its_function(
+    live: Live, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(live.server, "_template", template)
+    monkeypatch.setattr(live.server, "_has_marks", has_marks(template))
+    properties = {"n": {"enum": [1, 22]}, "is_on": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["n", "is_on"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "now")]
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": tools, "seed": 1}
+    create = live.client.chat.completions.create
+    for choice, names in (("required", {"add", "now"}), ({"type": "function", "function": {"name": "now"}}, {"now"})):
+        answer = create(**body, tool_choice=choice).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        (call,) = answer.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name in names and arguments["n"] in (1, 22) and isinstance(arguments["is_on"], bool)
+        *_, last = chunks = list(create(**body, tool_choice=choice, stream=True))
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+        assert [part.id is not None for part in parts] == [True] + [False] * (len(parts) - 1), "once"
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        assert last.choices[0].finish_reason == "tool_calls"
+    with live.http() as http:
+        odd = [{"type": "function", "function": {"name": "add", "parameters": {"type": "oops"}}}]
+        answer = http.post("/v1/chat/completions", json=body | {"tools": odd, "tool_choice": "required"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
