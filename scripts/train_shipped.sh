@@ -43,8 +43,9 @@ use_venv
 target=${TARGET:-smollm2-135m}
 name=$(basename "$target" .gguf)
 config=${CONFIG:-$name} work=${WORK:-runs/$name-shipped} out=${OUT:-drafter/assets/$name}
-evaluation=${EVALUATION:-evaluation} exclude=${EVALUATION:-drafter/assets/evaluation-prompts.jsonl}
+evaluation=${EVALUATION:-evaluation} exclude=$work/exclude.jsonl
 mkdir -p "$work"
+cat drafter/assets/evaluation-prompts*.jsonl ${EVALUATION:+"$EVALUATION"} > "$exclude"
 case $target in */* | *.gguf) ;; *) drafter target fetch "$target" ;; esac
 
 # Run a command unless it is finished; the log gets the name, the core-hours and the command's last line. A subshell, as
