@@ -230,9 +230,9 @@ class Engine:
                 + (" or raise --max-model-len" if self._max_model_len < self.target.max_length else "")
             )
         named = chain(prompt_ids, params.logit_bias)
-        bad = next((token for token in named if not 0 <= token < self.target.vocab_size), None)
+        bad = next((token for token in named if not 0 <= token < self.target.num_tokens), None)
         if bad is not None:
-            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.vocab_size} tokens")
+            raise ValueError(f"token id {bad} is not in the vocabulary of {self.target.num_tokens} tokens")
         has_text = want_text and self.target.tokenizer is not None
         if params.stop and not has_text:
             raise ValueError(f"stop strings {params.stop} need a tokenizer of {self.target.name!r}, and want_text")

@@ -348,6 +348,8 @@ class Runner:
         slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
         output = self._forward(token_BN, slots)
         logits_BNV = ruled_BNV = self.target.logits(output.hidden_BTD)
+        if self.target.num_tokens < self.target.vocab_size:
+            logits_BNV[..., self.target.num_tokens :] = -torch.inf  # padding of the matrix is never drawn
         if self._rule_names:
             ruled_BNV = ruled_BNV.clone() if keeps_logits else ruled_BNV
             history_BS, num_prompt_B = rows.history_BS[:, : rows.num_visible], self._num_prompt_B[: len(token_BN)]

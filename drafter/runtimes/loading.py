@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+# Weights that no forward reads: tables of rotations, masks, and scales beside weights that came quantised.
+_HARMLESS = re.compile(r"rotary_.*emb\.|inv_freq$|(attn|attention)\.(masked_)?bias$|scale|zero_point")
 QUANTIZATIONS = ("none", *BITS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -120,6 +122,11 @@ def _check_layers(files: Sequence[Path]) -> None:
         raise ValueError(f"config.json asks for {wanted:,} layers, and its files hold {most:,}")
 
 
+def _parents(name: str) -> list[str]:
+    """The module of a weight, and the module around the module."""
+    return [name.rsplit(".", 1)[0], name.rsplit(".", 2)[0]]
+
+
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
     """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
 
@@ -140,6 +147,11 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
             raise ValueError(
                 f"its files lack {len(missing)} of the weights that config.json asks for, first {missing[0]}"
             )
+        parts = {name for name, _ in model.named_modules() if name}
+        unread = (name for name in report["unexpected_keys"] if not _HARMLESS.search(name))
+        # Of a part that the model has, or of its layer; others belong to towers and heads that are left out.
+        if lost := sorted(name for name in unread if not parts.isdisjoint(_parents(name))):
+            raise ValueError(f"its files hold {len(lost)} weights that the model does not read, first {lost[0]}")
         return model
     raise errors[0]
 

@@ -32,7 +32,7 @@ _HUB_FILE = re.compile(rf"(?:hf\.co/|huggingface\.co/)?({_HUB_ID.pattern}):([\w.
 _OTHER_FILE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.")  # of a GGUF repository: a vision tower, a part of a model
 _RECORD = "source.json"
 _DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
-_VERSION = 3  # of the folders made of GGUF files: raise the number when a change makes others of the same file
+_VERSION = 4  # of the folders made of GGUF files: raise the number when a change makes others of the same file
 
 
 def home_folder() -> Path:

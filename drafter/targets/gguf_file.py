@@ -5,8 +5,9 @@ weights spare torch the de-quantising by transformers, and give other tools a `m
 the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 16-bit scales.
 """
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from drafter.targets.gguf_config import config_of_gguf, correct
 from drafter.targets.gguf_header import Header, read_header
 from drafter.targets.infill import GGUF_KEYS, TOKEN_IDS
 
-_CONTROL = 3  # type of a token that stands for no text
+_CONTROL, _UNUSED = 3, 5  # types of tokens: one that stands for no text, one that only pads the output matrix
 # Ends of a text, a turn or a message, by their texts: a header names one or two of the ends that its model writes.
 _ENDS = (
     "<|endoftext|> <|end_of_text|> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <end_of_turn> <turn|> "
@@ -102,6 +103,18 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _drop_padding(folder / "tokenizer.json", _value(header, "tokenizer.ggml.token_type") or ())
+
+
+def _drop_padding(file: Path, kinds: Sequence[int]) -> None:
+    """Take the unused tokens at the end of a vocabulary out of a tokenizer, so that they stand for no text."""
+    num_tokens = len(kinds)
+    while num_tokens and kinds[num_tokens - 1] == _UNUSED:
+        num_tokens -= 1
+    said = json.loads(file.read_text(encoding="utf-8")) if num_tokens < len(kinds) else {"model": {}}
+    if isinstance(vocabulary := said["model"].get("vocab"), dict):
+        said["model"]["vocab"] = {text: token for text, token in vocabulary.items() if token < num_tokens}
+        file.write_text(json.dumps(said, ensure_ascii=False), encoding="utf-8")
 
 
 def _value(header: Header, key: str) -> Any:

@@ -73,6 +73,12 @@ class Target:
     embedding_weight_VD = property(attrgetter("runtime.embedding_weight_VD"), doc="Input embeddings as plain numbers.")
     output_weight_VD = property(attrgetter("runtime.output_weight_VD"), doc="The output matrix as plain numbers.")
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """Ids below are tokens of the tokenizer; from here to ``vocab_size`` they only pad the output matrix."""
+        tokens = self.tokenizer.get_vocab().values() if self.tokenizer is not None else ()
+        return min(max(tokens, default=self.vocab_size - 1) + 1, self.vocab_size)
+
     def output_rows(self, token_X: Tensor) -> Tensor:
         """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
         return self.runtime.output_rows(token_X)

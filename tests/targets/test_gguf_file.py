@@ -12,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from drafter.decoding.params import SamplingParams
+from drafter.engine.engine import Engine
+from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target
 from drafter.targets.gguf_file import convert_gguf
 from tests.targets.tiny_gguf import write_gguf
@@ -107,3 +110,14 @@ def test_an_answer_ends_where_the_header_or_a_control_token_says(
 def test_a_tensor_that_the_model_does_not_read_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"holds tensors that its model does not read \({name}\)"):
         converted(tmp_path / "odd", lambda writer: writer.add_tensor(name, np.ones(32, np.float32)))
+
+
+def test_padding_of_a_vocabulary_is_never_drawn_and_refused_in_prompts(tmp_path: Path) -> None:
+    target = load_target(str(write_gguf(tmp_path / "a.gguf", num_padding=300)), device="cpu")
+    assert (target.num_tokens, target.vocab_size) == (260, 560)
+    engine = Engine(target, config=EngineConfig(method="none"))
+    params = SamplingParams(max_new_tokens=100, temperature=1e6, ignore_eos=True)
+    [drawn] = engine.generate([[3]], params)
+    assert max(drawn.token_ids) < 260
+    with pytest.raises(ValueError, match="token id 260 is not in the vocabulary of 260 tokens"):
+        engine.generate([[3, 260]])

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -52,6 +54,26 @@ def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, mess
     with pytest.raises(ValueError, match=message) as caught:
         load_target(str(folder), device="cpu", dtype="bfloat16", runtime="torch")
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_harmless"),
+    [
+        ("model.layers.0.self_attn.o_proj.bias", False),
+        ("model.layers.1.self_attn.sinks", False),
+        ("model.layers.1.extra_norm.weight", False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("visual.layers.0.weight", True),
+    ],
+)
+def test_a_weight_that_nothing_reads_is_refused_by_its_name(folder: Path, name: str, is_harmless: bool) -> None:
+    whole, file = answer(folder), folder / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(32)}, file, {"format": "pt"})
+    if is_harmless:
+        assert answer(folder) == whole
+    else:
+        with pytest.raises(ValueError, match=f"weights that the model does not read, first {name}"):
+            answer(folder)
 
 
 def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:

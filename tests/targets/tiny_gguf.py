@@ -26,14 +26,19 @@ def write_gguf(
     pre_tokenizer: str = "smollm",
     seed: int = 0,
     matrices: str = "F32",
+    num_padding: int = 0,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     **fields: int,
 ) -> Path:
     """Random weights, Q8_0 embeddings, matrices of a type; the vocabulary SPECIAL + bytes + two blanks, one merge.
 
+    ``num_padding`` unused tokens stand behind the vocabulary.
+
     ``fields`` replaces numbers of the header, which the weights then do not fit; ``more`` adds to the file.
     """
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+    kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)) + [5] * num_padding
+    tokens += [f"[PAD{number}]" for number in range(num_padding)]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     numbers = {
@@ -48,7 +53,7 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_types(kinds)
     writer.add_token_merges(["Ġ Ġ"])
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
