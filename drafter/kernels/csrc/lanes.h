@@ -123,9 +123,9 @@ INLINE int32_t sum(I x) { return _mm512_reduce_add_epi32((__m512i)x); }
 INLINE float largest(F x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
 INLINE int32_t sum(I x) {
-  int32_t n = 0;
+  uint32_t n = 0;
   UNROLL for (int i = 0; i < LANES; i++) n += x[i];
-  return n;
+  return (int32_t)n;
 }
 INLINE float largest(F x) {
   float v[LANES]; store(v, x);

@@ -40,7 +40,7 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
   }
   for (long g = from / GROUP; g < to / GROUP; g++) {
     F most{};
-    int32_t words[GROUP / 4], total[2];
+    int32_t words[GROUP / 4]; uint32_t total[2];  // numbers that are not finite may overflow
     UNROLL for (int i = 0; i < GROUP; i += LANES) {
       const F v = load(x + g * GROUP + i);
       most = greater(most, greater(v, -v));
@@ -52,11 +52,11 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
         const I v = round(load(x + g * GROUP + i) * inverse);
         store_bytes((int8_t*)words + i, v); n += v;
       }
-      total[h] = sum(n); p.minus[(3 * g + h) * R + r] = -total[h];
+      total[h] = sum(n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
     }
     UNROLL for (int i = 0; i < GROUP / 4; i++) p.q[(GROUP / 4 * g + i) * R + r] = words[i];
-    p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (total[0] + total[1]);
-    p.minus[(3 * g + 2) * R + r] = -(total[0] + total[1]);
+    p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (int32_t)(total[0] + total[1]);
+    p.minus[(3 * g + 2) * R + r] = (int32_t)-(total[0] + total[1]);
   }
 }
 
@@ -167,7 +167,7 @@ template <Format FORMAT> struct In {
       auto finish = [&](int r, I n) {
         const float x_r = x.scale[g * M + r];
         sum[r] = fma(number(n), scale * x_r, sum[r]);
-        if (T.has_offset) sum[r] = fma(offset, all(SCALES == 2 ? x_r * (float)-minus[r] : x.sum[g * M + r]), sum[r]);
+        if (T.has_offset) sum[r] = fma(offset, all(SCALES == 2 ? x_r * -(float)minus[r] : x.sum[g * M + r]), sum[r]);
       };
       I w[VECTORS];
       UNROLL for (int j = 0; j < VECTORS; j++) w[j] = integers(q, VECTORS * h + j);
