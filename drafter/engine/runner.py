@@ -370,7 +370,7 @@ class Runner:
         num_nodes = tree_XBN.shape[2]
         for row, guide in self._guides.items():
             tokens, parents, depths, is_node = tree_XBN[:, row].tolist()
-            kept = [node for node in range(num_nodes) if is_node[node]]
+            kept = [0, *(node for node in range(1, num_nodes) if is_node[node])]
             place = {node: index for index, node in enumerate(kept)}
             nodes = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept]
             is_drafted = self._decided[1]["is_drafted_B"][row]

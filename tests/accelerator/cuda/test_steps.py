@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 
 import drafter.proposers.beam as beam_module
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.rules import Guide
 from drafter.decoding.sampling import Noise, make_warp, pick_nodes
 from drafter.engine import runner
 from drafter.engine.engine import Engine
@@ -94,26 +93,6 @@ def test_a_steady_step_is_one_launch_and_one_wait(
             assert len(engine.step()) == len(params)
         assert count["graph_launch"] == count["sync"] == count["d2h"] == 1 and count["launch"] <= 4, count
         assert not any(count[name] for name in ("h2d_pageable", "h2d_pinned", "capture", "violation")), count
-
-
-class AnyText:
-    """A matcher that allows every token."""
-
-    def __getattr__(self, name: str) -> Any:
-        results = {"compute_bitmask": bytes(-(-tiny().vocab_size // 32) * 4), "compute_ff_tokens": [6, 7]}
-        return lambda *_: results.get(name, name in ("consume_token", "try_consume_tokens", "rollback"))
-
-
-def test_a_grammar_cuts_a_step_into_three_graphs(engine: Engine) -> None:
-    """The host waits for the drafts, and makes the masks while the device runs the forward."""
-    guided = replace(GREEDY, regex="x")
-    engine.grammars.guide = lambda params: Guide(AnyText(), [2]) if params.regex else None  # type: ignore
-    start(engine, guided, GREEDY)
-    engine.step(), engine.step()
-    with counted() as count:
-        engine.step()
-    assert count["graph_launch"] == 3 and count["d2h"] == count["sync"] == 2 and count["h2d_pinned"] == 2, count
-    assert not any(count[name] for name in ("h2d_pageable", "capture", "violation")), count
 
 
 FILTERS = [{"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}, {}]
