@@ -357,7 +357,7 @@ class ChatRequest(Generation):
     max_completion_tokens: _Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
-    _structure: dict[str, str] = PrivateAttr(default_factory=dict)
+    _structure: dict[str, Any] = PrivateAttr(default_factory=dict)
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 

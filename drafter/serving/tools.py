@@ -25,14 +25,14 @@ def has_marks(template: str) -> bool | None:
     return OPEN in template if "tools" in template else None
 
 
-def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str) -> dict[str, str]:
+def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
     """What an answer must look like that calls one of the functions, as fields of SamplingParams."""
     key = "parameters" if '"parameters"' in template and OPEN not in template else "arguments"
     calls = []
     for function in (tool["function"] for tool in tools):
         properties = {"name": {"const": function["name"]}, key: function.get("parameters") or {"type": "object"}}
-        calls.append({"type": "object", "properties": properties, "required": ["name", key]})
-        calls[-1]["additionalProperties"] = False
+        form = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        calls.append(form)
     schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
     if OPEN not in template:
         return {"json_schema": schema}

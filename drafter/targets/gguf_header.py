@@ -169,7 +169,7 @@ def whole(data: np.ndarray) -> np.ndarray:
     if not isinstance(file, _File):
         return data
     start, copy = data.ctypes.data - root.ctypes.data, np.empty(data.shape, np.uint8)
-    left = memoryview(copy.reshape(-1))
+    left = memoryview(copy.reshape(-1).data)
     while left:
         number = os.preadv(file.descriptor, [left], start + copy.nbytes - len(left))
         if not number:
