@@ -45,7 +45,7 @@ name=$(basename "$target" .gguf)
 config=${CONFIG:-$name} work=${WORK:-runs/$name-shipped} out=${OUT:-drafter/assets/$name}
 evaluation=${EVALUATION:-evaluation} exclude=$work/exclude.jsonl
 mkdir -p "$work"
-cat drafter/assets/evaluation-prompts*.jsonl ${EVALUATION:+"$EVALUATION"} > "$exclude"
+cat drafter/assets/evaluation-prompts.jsonl drafter/assets/evaluation-prompts-code.jsonl ${EVALUATION:+"$EVALUATION"} > "$exclude"
 case $target in */* | *.gguf) ;; *) drafter target fetch "$target" ;; esac
 
 # Run a command unless it is finished; the log gets the name, the core-hours and the command's last line. A subshell, as

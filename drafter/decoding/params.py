@@ -9,6 +9,7 @@ from drafter.utils.validate import SEED, Checked, Range, within
 
 GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow
 MAX_BIASED = 1024  # tokens with a bias
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # what an answer must look like; a request has one at most
 
 
@@ -101,6 +102,16 @@ class SamplingParams(SamplingSettings):
         kind = next((name for name in STRUCTURES if getattr(self, name)), None)
         value = getattr(self, kind) if kind is not None else None
         return None if kind is None else (kind, value if isinstance(value, str) else json.dumps(value))
+
+    @property
+    def rules(self) -> list[str]:
+        """The names of the rules that change logits (:mod:`drafter.decoding.rules`)."""
+        used = {
+            "bias": bool(self.logit_bias),
+            "grammar": self.structure is not None,
+            "penalties": any(getattr(self, name) != getattr(SamplingParams, name) for name in PENALTIES),
+        }
+        return [name for name, is_used in used.items() if is_used]
 
     @property
     def signed_seed(self) -> int:

@@ -9,18 +9,16 @@ X = V / 8 bytes of a mask.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.decoding.params import MAX_BIASED, SamplingParams
+from drafter.decoding.params import MAX_BIASED, PENALTIES, SamplingParams
 
-_NEUTRAL = SamplingParams()
 _MOST_SECONDS = 0.5  # for the mask of one node
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class Rules(NamedTuple):
@@ -44,17 +42,9 @@ class Paths(NamedTuple):
     mask_BNX: Tensor | None = None  # uint8: bit k of byte x says whether a grammar allows token 8 x + k after a node
 
 
-def rules_of(params: Sequence[SamplingParams]) -> tuple[str, ...]:
-    """The names of the rules that some row has, in their order."""
-    used = {"bias": any(row.logit_bias for row in params)}
-    used["grammar"] = any(row.structure for row in params)
-    used["penalties"] = any(getattr(row, name) != getattr(_NEUTRAL, name) for row in params for name in _PENALTIES)
-    return tuple(name for name in _RULES if used[name])
-
-
 def numbers_of(params: Sequence[SamplingParams]) -> Rules:
     """B sampling parameters -> the numbers of their rules, on the CPU."""
-    numbers = [[getattr(row, name) for row in params] for name in _PENALTIES]
+    numbers = [[getattr(row, name) for row in params] for name in PENALTIES]
     presence_B, frequency_B, repetition_B = torch.tensor(numbers, dtype=torch.float32)
     bias_BK = torch.zeros(len(params), MAX_BIASED)
     biased_BK = torch.zeros(len(params), MAX_BIASED, dtype=torch.int64)
@@ -65,11 +55,12 @@ def numbers_of(params: Sequence[SamplingParams]) -> Rules:
     return Rules(presence_B, frequency_B, repetition_B, bias_BK, biased_BK)
 
 
-def apply_rules(names: Sequence[str], logits_BNV: Tensor, rules: Rules, paths: Paths) -> Tensor:
+def apply_rules(names: Collection[str], logits_BNV: Tensor, rules: Rules, paths: Paths) -> Tensor:
     """The logits under the rules of these names, float32; changes float32 logits in place."""
     logits_BNV = logits_BNV.float()
-    for name in names:
-        _RULES[name](logits_BNV, rules, paths)
+    for name, rule in _RULES.items():
+        if name in names:
+            rule(logits_BNV, rules, paths)
     return logits_BNV
 
 

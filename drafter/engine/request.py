@@ -134,7 +134,7 @@ class RequestOptions(Checked):
     # Return the log-probabilities of the tokens and of this number of likeliest tokens at each position.
     num_logprobs: int | None = within(None, low=0, high=2**31)
     want_tree: bool = False  # return the draft tree of every step
-    prediction_ids: tuple[int, ...] = ()  # text that drafts are copied from, besides prompt and answer
+    prediction_ids: tuple[int, ...] = within((), low=0)  # text that drafts are copied from, besides prompt and answer
 
 
 @dataclass

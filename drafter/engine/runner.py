@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState
-from drafter.decoding.rules import Guide, Paths, Rules, TreeNode, apply_rules, numbers_of, rules_of
+from drafter.decoding.rules import Guide, Paths, Rules, TreeNode, apply_rules, numbers_of
 from drafter.decoding.sampling import Noise, has_kernels, make_warp, pick_nodes
 from drafter.decoding.transfer import Told, to_device
 from drafter.decoding.tree import Candidates, ancestors
@@ -316,7 +316,7 @@ class Runner:
             return
         self._warp = make_warp(self._params, with_kernels=has_kernels(self.target.device))
         self._views.tell(self._warp.by_row | {name: torch.tensor(flag) for name, flag in flags.items()})
-        self._rule_names = rules_of(self._params)
+        self._rule_names = frozenset(name for params in self._params for name in params.rules)
         if self._rule_names:
             self._rules.tell(numbers_of(self._params)._asdict())
         self._decided = list(self._params), flags

@@ -93,7 +93,7 @@ def test_decode_prints_and_chats(target: str, capsys: pytest.CaptureFixture[str]
     common = ["decode", "--target", target, "--method", "none", "--max-new-tokens", "3", "--device", "cpu"]
     assert main([*common, "--raw", "--prompt", "one"]) == 0
     shown = capsys.readouterr().err.splitlines()
-    assert shown[0] == "drafting: none: as given" and "3 target forwards" in shown[-2]
+    assert shown[0] == "drafting: none" and "3 target forwards" in shown[-2]
     assert main([*common, "--prompt", "one", "--prompt", "two"]) == 0
     assert "[1] two" in capsys.readouterr().out
     lines = ["hello", "", "again", "/new", "fresh", "/exit", "never read"]

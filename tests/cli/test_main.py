@@ -111,7 +111,7 @@ def test_settings_with_long_names_are_read_and_their_errors_are_one_line(tmp_pat
 
 def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     refused(["decod"], "unknown command 'decod' (did you mean decode?)")
-    refused(["target", "ftch"], "unknown command 'target ftch' (did you mean target fetch?)")
+    refused(["target", "ftch"], "unknown command 'target ftch' (did you mean target fetch or target list?)")
     refused(["bench", "reprot", "x"], "unrecognized arguments: reprot x (drafter bench --help lists")
     assert main(["target", "--help"]) == 0
     assert "target fetch" in (shown := capsys.readouterr().out) and "distill" not in shown

@@ -12,7 +12,7 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.graphs import Graphs
+from drafter.engine.graphs import Graphs, _run_parts
 from drafter.engine.request import Request, RequestOptions
 from drafter.engine.runner import Runner
 from drafter.engine.settings import EngineConfig, Plan
@@ -33,7 +33,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
 
     def record(graphs: Graphs, function: Callable[[], Any]) -> Callable[[], Any]:
         functions.append(function)
-        return function
+        return lambda: _run_parts(function())
 
     monkeypatch.setattr(Graphs, "_record", record)
     return functions

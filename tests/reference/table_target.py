@@ -32,7 +32,8 @@ class TableTarget:
 
     def __init__(self, vocab_size, prompt_length, *, seed=0, sharpness=1.5):
         generator = torch.Generator().manual_seed(seed)
-        self.vocab_size, self.prompt_length = vocab_size, prompt_length
+        self.vocab_size = self.num_tokens = vocab_size
+        self.prompt_length = prompt_length
         self.hidden_size = vocab_size + 4
         num_codes = (vocab_size + 1) ** MEMORY
         self.table = torch.randn(num_codes, self.hidden_size, generator=generator) * sharpness
