@@ -114,7 +114,7 @@ def test_resuming_drops_a_line_cut_by_a_crash_and_leaves_other_files_as_they_are
     assert resume_results(path) == [] and path.read_bytes() == b""
     for other, reason in (
         (f'{{"schema": "{SCHEMA}0"'.encode(), "the last line has no line feed"),  # schema 10 begins like schema 1
-        (b"\xed\xa3\xbf\n", "r.jsonl, line 1: broken JSON"),
+        (b"\xed\xa3\xbf\n", "r.jsonl, line 1: the text is not UTF-8"),
     ):
         path.write_bytes(other)
         with pytest.raises(ValueError, match=reason):

@@ -106,7 +106,7 @@ CHAT = """
 from types import SimpleNamespace as S
 from drafter.cli import decode
 from drafter.engine.request import Update
-def stream(prompts, options, raw):
+def stream(prompts, params, raw, options):
     print(f"asked {prompts[0][-1]['content']!r}", flush=True)
     yield Update(None, [1], 0, text="half\x1b[2J")
     if prompts[0][-1]["content"] == "long":

@@ -115,7 +115,7 @@ def test_unknown_commands(refused: Refused, capsys: pytest.CaptureFixture[str]) 
     refused(["bench", "reprot", "x"], "unrecognized arguments: reprot x (drafter bench --help lists")
     assert main(["target", "--help"]) == 0
     assert "target fetch" in (shown := capsys.readouterr().out) and "distill" not in shown
-    refused(["target"], "unknown command 'target' (did you mean target fetch?)")
+    refused(["target"], "unknown command 'target' (did you mean target list or target fetch?)")
     refused(["--nonsense"], "unknown command '--nonsense'")
     assert main([]) == 2
     assert main(["--version"]) == 0

@@ -45,7 +45,7 @@ def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytes
         assert not found.lines and not found.is_other_model and found.num_tokens > 4
         requests = live.server._requests
         hot = {"temperature": 3.0}
-        monkeypatch.setattr(live.server, "_requests", lambda body, ids: requests(body.model_copy(update=hot), ids))
+        monkeypatch.setattr(live.server, "_requests", lambda body, *rest: requests(body.model_copy(update=hot), *rest))
         (line,) = compare(live).lines
         assert line.startswith("sampling parameters: ")
     with live_server(plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: "))) as live:
