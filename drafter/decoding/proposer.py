@@ -83,6 +83,9 @@ class Proposer:
         found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, num_nodes)
         return found._replace(has_failed_B=has_failed_B)
 
+    def expect_cost(self, plain_steps: float) -> None:
+        """One more node costs so much. A proposer of copies leaves out nodes that are accepted less often."""
+
     def check(self, target: Any) -> None:
         """Draft over some real texts of the target, if drafts can fail (ValueError: they fail)."""
 

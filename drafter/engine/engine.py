@@ -422,7 +422,9 @@ class Engine:
             return self._plain
         if self._sizer is not None:
             self._is_sized = True
-            return self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
+            proposer = self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
+            proposer.expect_cost(self._sizer.node_cost)
+            return proposer
         return self.proposer
 
     @property

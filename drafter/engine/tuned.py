@@ -36,7 +36,9 @@ _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if i
 _TIMES = 2 * _TRIAL_STEPS  # durations of a tree whose median counts
 _MOST_ROWS = 8  # of more rows no tree is tried
 _PAUSE = 12  # steps between two trials, after which a start is over; a short answer pays for few trials
-_COPY_GAIN, _MOST_COPY_GAIN = 3.0, 8.0  # plain steps that copies may lose at first, and after they have saved many
+_COPY_GAIN, _MOST_COPY_GAIN = 3.0, 8.0  # whole trees of vain copies that are allowed at first, and after a gain
+_LEAST_COST = 0.005  # of a node, in plain steps
+_COPY_MEMORY = 1024  # steps without copies in which most of a loss is forgotten
 _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calibration has seen
 
 
@@ -338,15 +340,27 @@ class Sizer:
         return max(copies, key=self._rate)
 
     def _count_copies(self, tree: Tree, num_accepted: Sequence[int], num_nodes: int) -> None:
-        """Plain steps that copies saved, less those that their nodes cost, of late."""
+        """What copies saved of late, less what their nodes cost, in whole trees of nodes."""
         if not tree.is_copies:
-            self._copy_gain += (_COPY_GAIN - self._copy_gain) / _MEMORY
+            self._copy_gain += (_COPY_GAIN - self._copy_gain) / _COPY_MEMORY
         elif num_nodes > 1 and num_accepted:
-            durations = self._times[self._rows].durations
-            plain = durations.get((tree, 1)) or durations.get((PLAIN, 1)) or [1.0]
-            cost = max(median(durations[tree, num_nodes]) / median(plain) - 1, 0.0)
-            gain = self._copy_gain * (1 - 1 / _WINDOW) + sum(num_accepted) / len(num_accepted) - cost
-            self._copy_gain = min(gain, _MOST_COPY_GAIN)
+            gain = sum(num_accepted) / len(num_accepted) - self._cost(tree, num_nodes)
+            gain /= max(self.node_cost, _LEAST_COST) * (tree.tree_size - 1)
+            self._copy_gain = min(self._copy_gain * (1 - 1 / _WINDOW) + gain, _MOST_COPY_GAIN)
+
+    def _cost(self, tree: Tree, num_nodes: int) -> float:
+        """Plain steps that the nodes of a tree of copies cost beyond the root; 0 before a plain step was measured."""
+        durations = self._times[self._rows].durations
+        plain = durations.get((tree, 1)) or durations.get((PLAIN, 1))
+        return max(median(durations[tree, num_nodes]) / median(plain) - 1, 0.0) if plain else 0.0
+
+    @property
+    def node_cost(self) -> float:
+        """Plain steps that one more node of a tree of copies costs at the present number of rows; 0: not measured."""
+        times = self._times.get(self._rows)
+        measured = [each for each, own in times.durations.items() if own and each[0].is_copies] if times else []
+        costs = [self._cost(tree, nodes) / (nodes - 1) for tree, nodes in measured if nodes > 1]
+        return median(costs) if costs else 0.0
 
     # -- trials ----------------------------------------------------------------------------------------------------
 

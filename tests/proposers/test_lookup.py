@@ -94,3 +94,15 @@ def test_a_prediction_saves_steps_and_changes_no_token(method: str, params: dict
     assert told[0].num_target_forwards < alone[0].num_target_forwards
     drafted = sum(told[0].num_accepted)
     assert 0 < told[0].num_predicted <= min(drafted, 39) and alone[0].num_predicted == 0
+
+
+def test_nodes_that_cost_more_than_they_bring_are_left_out() -> None:
+    """A match of two tokens is followed while a node costs little; a match of one token is worth less."""
+    proposer = proposer_of(num_matches=1, length=3, num_nodes=4)
+    sizes = {}
+    for cost in (0.0, 0.3, 0.5, 1.0):
+        proposer.expect_cost(cost)
+        sizes[cost] = [
+            proposer.propose(rows_of([text]), None).token_BN.shape[1] for text in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])
+        ]
+    assert sizes == {0.0: [4, 4], 0.3: [3, 2], 0.5: [2, 1], 1.0: [1, 1]}
