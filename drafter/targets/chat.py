@@ -232,6 +232,8 @@ class Fork:
             return int(child.exitcode)
 
     def _value(self, item: Any, seconds: float) -> Any:
+        if self._child is not None and not self._child.is_alive():
+            self.close()  # ended between two calls
         if self._child is None:
             self._start()
         try:
