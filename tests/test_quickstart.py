@@ -24,8 +24,8 @@ def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureF
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert main(["target", "fetch", TARGET]) == 0
-    folder = Path(capsys.readouterr().out.strip().splitlines()[-1])
-    assert folder == tmp_path / "home" / "targets" / TARGET
+    file = Path(capsys.readouterr().out.strip().splitlines()[-1])
+    assert file.parent == tmp_path / "home" / "gguf"
 
     distill = ["distill", "--target", TARGET, "--out", "answers.jsonl", "--num-prompts", "16", "--max-new-tokens", "48"]
     assert main(distill) == 0

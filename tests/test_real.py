@@ -20,7 +20,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.integrations.transformers import generate
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
-from drafter.targets.catalog import fetch
+from drafter.targets.catalog import fetch, place_of
 from drafter.targets.target import Target
 from tests.engine.oracle import ids
 from tests.engine.test_engine import hugging_face_answer
@@ -81,7 +81,7 @@ def test_seed_decides_a_sampled_answer() -> None:
 
 def test_generate_of_transformers_takes_the_drafter() -> None:
     """A chat as a user of transformers has it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(fetch(NAME), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(place_of(NAME), dtype=torch.float32)
     question = [{"role": "user", "content": "Why is the sea salty?"}]
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     inputs = target().tokenizer.apply_chat_template(question, **options)

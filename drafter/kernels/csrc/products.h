@@ -39,20 +39,19 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
     return;
   }
   for (long g = from / GROUP; g < to / GROUP; g++) {
-    F most{};
-    int32_t words[GROUP / 4]; uint32_t total[2];  // numbers that are not finite may overflow
+    F most{}; int32_t words[GROUP / 4]; uint32_t total[2];  // sums of numbers that are not finite wrap
     UNROLL for (int i = 0; i < GROUP; i += LANES) {
       const F v = load(x + g * GROUP + i);
       most = greater(most, greater(v, -v));
     }
     const float m = largest(most), inverse = m > 0 ? 127.f / m : 0.f;
     UNROLL for (int h = 0; h < 2; h++) {
-      I n{};
+      U n{};
       UNROLL for (int i = 16 * h; i < 16 * h + 16; i += LANES) {
         const I v = round(load(x + g * GROUP + i) * inverse);
-        store_bytes((int8_t*)words + i, v); n += v;
+        store_bytes((int8_t*)words + i, v); n += (U)v;
       }
-      total[h] = sum(n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
+      total[h] = sum((I)n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
     }
     UNROLL for (int i = 0; i < GROUP / 4; i++) p.q[(GROUP / 4 * g + i) * R + r] = words[i];
     p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (int32_t)(total[0] + total[1]);

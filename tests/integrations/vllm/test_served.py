@@ -26,7 +26,7 @@ from drafter.integrations.export import export
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
-from drafter.targets.catalog import fetch
+from drafter.targets.catalog import fetch, place_of
 from drafter.targets.target import Target
 from tests.data.tiny import save_target, write_jsonl
 from tests.data.tiny import tiny_target as text_target
@@ -110,7 +110,7 @@ CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | dict.fromkeys(
 @pytest.fixture(scope="module")
 def plain(prompts: list[list[int]]) -> list[list[int]]:
     """The texts of vLLM alone, one prompt at a time."""
-    with served({"model": str(fetch("smollm2-135m"))} | EAGER) as ask:
+    with served({"model": str(place_of("smollm2-135m"))} | EAGER) as ask:
         return list(ask(prompts, batch=1)["token_ids"])
 
 
@@ -123,7 +123,7 @@ def test_texts_are_those_of_vllm_alone_and_steps_those_of_our_chain(
 ) -> None:  # fmt: skip
     """Alone and in a batch; compiled, with cached prefixes and chunked prefill."""
     folder = export_vllm(shipped(), tmp_path / "out", target=real_target(), dtype="float32", copying=copying)
-    with served({"model": str(fetch("smollm2-135m"))} | speculative(folder) | options) as ask:
+    with served({"model": str(place_of("smollm2-135m"))} | speculative(folder) | options) as ask:
         runs = [ask(prompts, batch=batch) for batch in batches]
     drafter, params = shipped().bind(real_target()), SamplingParams(max_new_tokens=NUM_TOKENS)
     ours = chain(real_target(), drafter, prompts, params, copying=copying)
