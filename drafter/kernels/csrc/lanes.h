@@ -25,7 +25,7 @@ constexpr int LANES = 4;
 constexpr int BLOCK = 16, STRIPS = BLOCK / LANES;  // outputs of a block of weights; vectors of one block
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
-typedef uint32_t U __attribute__((vector_size(4 * LANES)));  // whose sums may wrap
+typedef uint32_t Wrapping __attribute__((vector_size(4 * LANES)));
 typedef F AnyF __attribute__((aligned(4), may_alias));
 typedef I AnyI __attribute__((aligned(4), may_alias));
 #define UNROLL _Pragma("GCC unroll 16")

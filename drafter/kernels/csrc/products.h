@@ -46,10 +46,10 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
     }
     const float m = largest(most), inverse = m > 0 ? 127.f / m : 0.f;
     UNROLL for (int h = 0; h < 2; h++) {
-      U n{};
+      Wrapping n{};
       UNROLL for (int i = 16 * h; i < 16 * h + 16; i += LANES) {
         const I v = round(load(x + g * GROUP + i) * inverse);
-        store_bytes((int8_t*)words + i, v); n += (U)v;
+        store_bytes((int8_t*)words + i, v); n += (Wrapping)v;
       }
       total[h] = sum((I)n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
     }
