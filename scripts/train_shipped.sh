@@ -122,7 +122,7 @@ mean() {
 #   measure ROUND DRAFTER COPYING..
 measure() {
     rm -f "$work/acceptance-$1.jsonl"
-    python scripts/acceptance.py "$2" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" \
+    python scripts/acceptance.py "$2" --target "$target" --prompts "$evaluation" --tree "W4 L3 N8" "W8 L4 N24" \
         "W28 L5 N64" --copying "${@:3}" --results "$work/acceptance-$1.jsonl"
 }
 
