@@ -150,7 +150,7 @@ def measure_ours(name: str, shape: str, num_context: int) -> dict[str, Any]:
         load_seconds = time.perf_counter() - start
         target.runtime.prepare_decoding()
         num_slots = num_context + max(SIZES)
-        cache = target.new_cache(1, num_slots)
+        cache = target.runtime.new_cache(1, num_slots)
         times: dict[int, list[float]] = {size: [] for size in SIZES}
         for _ in range(NUM_ROUNDS + 1):
             for size, series in times.items():

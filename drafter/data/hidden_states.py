@@ -251,7 +251,8 @@ def open_stored_states(
             )
         found[name] = RowsWithStates(
             rows.dataset, first_kept(rows, margin), rows.everything, files=[path for path in paths if path is not None],
-            first_X=[0] * len(paths), dtype=target.dtype, has_context=bool(context_layers), norm=target.final_norm(),
+            first_X=[0] * len(paths), dtype=target.dtype, has_context=bool(context_layers),
+            norm=target.runtime.final_norm(),
         )  # fmt: skip
         _check_model(found[name], rows, target, context_layers)
     return found

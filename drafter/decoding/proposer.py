@@ -43,9 +43,8 @@ class Proposer:
     the state for the rows of :meth:`reserve` and follows :meth:`admit` and :meth:`move`. All tensors live on the
     target's device, and no method may wait for an accelerator.
 
-    Args:
-        level_sizes: places of the node lists at depth 1, 2, ..., ``max_depth``.
-        num_nodes: largest N; None: a tree of all places. Trees never have more nodes than places.
+    Node lists have ``level_sizes`` places at depth 1, 2, ..., ``max_depth``; trees have at most ``num_nodes`` nodes
+    (None: a node for each place).
     """
 
     context_layers: tuple[int, ...] = ()  # of the target, whose hidden states are the contexts; empty: the final one
@@ -59,11 +58,8 @@ class Proposer:
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
-        """Draft nodes for every row; no two nodes of a row may have the same path.
-
-        Args:
-            rows: state of the B running rows.
-            noise: keyed Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy.
+        """Draft nodes for every running row; no two nodes of a row may have the same path. ``noise`` is the keyed
+        Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy.
         """
         raise NotImplementedError
 
@@ -107,7 +103,6 @@ class RootOnly(Proposer):
         self.num_nodes = num_nodes
 
     def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        """The roots, and padding."""
         node_N = torch.arange(self.num_nodes, device=rows.root_B.device)
         node_BN = node_N.expand(rows.root_B.shape[0], -1)
         return Candidates(

@@ -29,11 +29,8 @@ from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
 from drafter.kernels import native
-from drafter.kernels.largest import argmax
 
 _HAS_TRITON = find_spec("triton") is not None
-_MANY_TOKENS = 4096  # fewer tokens are a small part of a processor's cache
-_TOP_P_SHORTLISTS = (256, 4096)  # lengths of the lists that a CPU sorts before it sorts a whole row
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -42,7 +39,6 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def _kernels() -> ModuleType:
-    """The kernels, whose compiler takes long to import."""
     return import_module("drafter.kernels.picking")
 
 
@@ -102,28 +98,13 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
         return _kernels().gumbel_noise(seed_B, position_BT, token_ids, stream)
     if native.takes(token_ids):
         return native.gumbel_noise(seed_B, position_BT, token_ids, stream)
-    if token_ids.device.type != "cpu" or len(token_ids) < _MANY_TOKENS:
-        return _gumbel(_uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))).float()
-    # One position at a time, so that some twenty passes over its numbers stay within a processor's cache.
-    key_M = (token_ids.long() + 1) * _GAMMA
-    start_X = _stream_start_BT(seed_B, position_BT, stream).flatten()
-    noise_XM = torch.empty(len(start_X), len(key_M))
-    for start, noise_M in zip(start_X.unbind(), noise_XM.unbind(), strict=True):
-        noise_M.copy_(_gumbel(_uniform(mix64(start + key_M))))
-    return noise_XM.view(*position_BT.shape, -1)
-
-
-def _gumbel(uniform: Tensor) -> Tensor:
-    """-log(-log u), in place."""
-    return uniform.log_().neg_().log_().neg_()
+    uniform_BTM = _uniform(random_bits(seed_B, position_BT, token_ids, stream=stream))
+    return uniform_BTM.log_().neg_().log_().neg_().float()
 
 
 class Noise(NamedTuple):
-    """Noise of the target's picks, hashed where somebody asks; the pick at depth d has position length + d + 1.
-
-    Attributes:
-        seed_B: int64.
-        length_B: position of the root, int64.
+    """Noise of the target's picks, hashed where somebody asks; the pick at depth d has position length + d + 1, where
+    length is the root's position.
     """
 
     seed_B: Tensor
@@ -154,7 +135,6 @@ class Warp(NamedTuple):
 
     @property
     def by_row(self) -> dict[str, Tensor]:
-        """The tensors by the names of their fields."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     @property
@@ -227,28 +207,12 @@ def _below_top_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
     total_X1 = (warped_XV - largest_X1).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     top_p_X1 = warp.top_p_B[:, None].expand(B, N).reshape(-1, 1)
     mass_X1 = top_p_X1.double() * total_X1
-    if warped_XV.device.type != "cpu" or torch.compiler.is_compiling():
-        threshold_X1, _ = _nucleus_edge(warped_XV.sort(-1, descending=True).values, largest_X1, mass_X1)
-    else:
-        # A CPU sorts 49152 numbers in 3 ms. The nucleus nearly always ends within a short list of the best tokens;
-        # other nodes get a longer list, with the same sums in the same order.
-        threshold_X1 = torch.full_like(largest_X1, -torch.inf)
-        row_X = (top_p_X1[:, 0] < 1).nonzero()[:, 0]
-        for size in (*(size for size in _TOP_P_SHORTLISTS if size < V), V):
-            best_XK = warped_XV[row_X].topk(size).values
-            threshold_X1[row_X], num_kept_X1 = _nucleus_edge(best_XK, largest_X1[row_X], mass_X1[row_X])
-            row_X = row_X[num_kept_X1[:, 0] == size]
-            if row_X.numel() == 0:
-                break
+    sorted_XV = warped_XV.sort(-1, descending=True).values
+    weight_XV = (sorted_XV - largest_X1).exp_().double()
+    above_XV = weight_XV.cumsum(-1) - weight_XV
+    rank_X1 = (above_XV < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
+    threshold_X1 = sorted_XV.gather(-1, rank_X1 - 1)
     return warped_BNV < threshold_X1.where(top_p_X1 < 1, -torch.inf).view(B, N, 1)
-
-
-def _nucleus_edge(sorted_XK: Tensor, largest_X1: Tensor, mass_X1: Tensor) -> tuple[Tensor, Tensor]:
-    """Descending [X, K] -> [X, 1]: the last value with less than `mass` above the value, and its rank from 1."""
-    weight_XK = (sorted_XK - largest_X1).exp_().double()
-    above_XK = weight_XK.cumsum(-1) - weight_XK
-    rank_X1 = (above_XK < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
-    return sorted_XK.gather(-1, rank_X1 - 1), rank_X1
 
 
 def _below_min_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
@@ -260,6 +224,12 @@ def _below_min_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
 _FILTERS = {"top_k": _below_top_k, "top_p": _below_top_p, "min_p": _below_min_p}
 _KERNEL_FILTERS = ("top_k", "top_p", "min_p")  # the first of them, which the kernels of both devices know
 _GREEDY = SamplingParams()  # all filters are off
+
+
+def argmax(values_V: Tensor) -> Tensor:
+    """``values.argmax(-1)``: int64 [...], the lowest index among equals, for values [..., V]."""
+    is_native = values_V.dtype == torch.float32 and native.takes(values_V)
+    return native.argmax(values_V) if is_native else values_V.argmax(-1)
 
 
 def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
@@ -276,7 +246,6 @@ def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
 
 
 def native_sampling(noise: Noise, warp: Warp) -> native.Sampling:
-    """How rows sample, as the native library reads it."""
     return native.Sampling.of(warp.temperature_B, warp.top_k_B, warp.top_p_B, warp.min_p_B, noise.seed_B)
 
 

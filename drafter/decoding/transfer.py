@@ -35,5 +35,4 @@ class Told:
         self._bytes_X.copy_(bytes_X)
 
     def of(self, num_rows: int) -> dict[str, Tensor]:
-        """The tensors of the first rows."""
         return {name: view[:num_rows] for name, view in self._views.items()}

@@ -26,12 +26,8 @@ _NO_OPTIONS = RequestOptions()
 
 
 class Engine:
-    """Decodes batches of prompts. The tokens equal those of plain decoding; the configuration decides the speed alone.
-
-    Attributes:
-        drafter: the drafter in use, if there is one.
-        plan: the settings in use.
-        grammars: compile what answers must look like; any thread may ask.
+    """Decodes batches of prompts. The tokens equal those of plain decoding; ``plan``, the settings in use, decides the
+    speed alone. ``grammars`` compiles what answers must look like, for any thread.
 
     Args:
         target: the model that answers.
@@ -107,16 +103,13 @@ class Engine:
         raw: bool = False,
         options: RequestOptions | None = None,
     ) -> list[Request]:
-        """Answer prompts.
+        """The finished requests of prompts, in the order of the prompts.
 
         Args:
             prompts: texts (one user message each, or raw text), message lists, or token id lists.
             params: one for all prompts, or one for each prompt.
             raw: texts go to the model as they are, without chat template.
             options: of every prompt.
-
-        Returns:
-            Finished requests in the order of the prompts.
 
         Raises:
             ValueError: an empty or too long prompt, parameters that need a tokenizer, or another call is running.
@@ -167,12 +160,10 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Rows in use."""
         return sum(not request.is_finished for request in self._scheduler.rows)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
         return sum(not request.is_finished for request in self._scheduler.waiting)
 
     @property
@@ -181,10 +172,8 @@ class Engine:
         return 0 if self._runner is None else self._runner.num_failed_drafts
 
     def reserve(self, num_slots: int) -> None:
-        """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache.
-
-        Raises:
-            ValueError: more than ``max_model_len`` allows, the cache is in use, or memory does not suffice.
+        """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache (ValueError: more than
+        ``max_model_len`` allows, the cache is in use, or memory does not suffice).
         """
         if self._runner is not None and self._runner.num_slots >= num_slots:
             return
@@ -216,10 +205,8 @@ class Engine:
         *,
         want_text: bool = True,
     ) -> Request:
-        """A request for :meth:`add`; any thread may make one.
-
-        Raises:
-            ValueError: the prompt is empty, holds an unknown id, or leaves no room for an answer.
+        """A request for :meth:`add`; any thread may make one (ValueError: the prompt is empty, holds an unknown id, or
+        leaves no room for an answer).
         """
         if not prompt_ids:
             raise ValueError("a prompt is empty: every prompt needs at least one token")
@@ -290,14 +277,11 @@ class Engine:
         return Update(request, taken, request.num_accepted[-1], reason, logprobs, update.tree)
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
-        """Draft with another drafter of the same target from the next step on. Call between steps.
+        """Draft with another drafter of the same target from the next step on. Call between steps. Running requests,
+        trees and measured sizes stay. The new drafter's steps are compiled, or tried once, before the old drafter goes.
 
-        The tokens of running requests, trees and measured sizes stay. The steps of the new drafter are compiled, or
-        tried once, before the old drafter goes.
-
-        Raises:
-            ValueError: the engine has no drafter, or the new one does not fit target, settings or running rows. The old
-                drafter stays.
+        ValueError, and the old drafter stays: the engine has no drafter, or the new one does not fit target, settings
+        or running rows.
         """
         if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")
@@ -310,22 +294,19 @@ class Engine:
         self.forget()
 
     def states(self, request: Request, start: int = 0) -> Tensor:
-        """The hidden states that answering computed, where the plan has ``kept_layers``: bfloat16 [T, layers + 1, D].
+        """The hidden states that answering computed, where the plan has ``kept_layers``: bfloat16 [T, layers + 1, D],
+        from position ``start`` to the token before the last one, whose state nobody computed.
 
-        They begin with position ``start`` and end with the token before the last one, whose state nobody computed. To
-        be called before the step after the request's last one.
+        To be called before the step after the request's last one.
         """
         assert self._runner is not None and isinstance(self._runner.cache, CacheWithStates)
         return self._runner.cache.states(request.row, start, request.num_committed)
 
     def drop(self, keep: int = 0) -> list[Request]:
-        """After a step that raised: abort running requests, the latest first, until ``keep`` are left.
+        """After a step that raised: abort running requests, the latest first, until ``keep`` are left; the aborted
+        ones.
 
-        These go on as if the step had not happened, and waiting requests stay. No running request remains if the step
-        failed while rows were set up.
-
-        Returns:
-            The aborted requests.
+        The others go on as if the step had not happened; none remains if the step failed while rows were set up.
         """
         running = sorted(
             (item for item in self._scheduler.rows if not item.is_finished), key=lambda item: item.request_id
@@ -347,7 +328,6 @@ class Engine:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _tell(self, sizer: Sizer) -> None:
-        """Say once that a draft model does not pay."""
         own = self.plan.drafting
         if self._has_told or own.method != "draft-model" or own.tree is None:
             return
@@ -370,10 +350,8 @@ class Engine:
         return ", ".join(words)
 
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
-        """The method's proposer with the most nodes, and the proposers of all trees that the sizer may choose.
-
-        Raises:
-            ValueError: a model does not fit, or the drafter's numbers over real texts are not finite.
+        """The method's proposer with the most nodes, and the proposers of all trees that the sizer may choose
+        (ValueError: a model does not fit, or the drafter's numbers over real texts are not finite).
         """
         drafting, models = self.plan.drafting, (self.target, drafter, self._draft_model)
         by_tree: dict[Tree, Proposer] = {}
@@ -401,7 +379,6 @@ class Engine:
                 proposer.admit(request.row, [*request.prompt_ids, *request.token_ids], request.num_drafted)
 
     def _arrange(self, runner: Runner) -> None:
-        """Free finished rows, start waiting requests, close gaps."""
         self._is_arranged = False
         schedule = self._scheduler.schedule()
         for source, destination in schedule.moves:
@@ -416,7 +393,6 @@ class Engine:
         self._is_arranged = True
 
     def _proposer_for(self, active: list[Request]) -> Proposer:
-        """The proposer of this step."""
         self._is_sized = False
         if not any(item.options.speculate for item in active):
             return self._plain

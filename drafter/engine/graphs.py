@@ -16,14 +16,11 @@ Parts = Generator[Callable[[], None], None, T]
 
 
 class Graphs:
-    """Records functions as CUDA graphs at their first calls, and replays them afterwards.
+    """Records functions as CUDA graphs at their first calls, and replays them afterwards; all functions run as they are
+    where not ``is_on``. Nothing that is launched while ``is_recording`` runs.
 
     A recorded function reads tensors that keep their addresses, and returns tensors whose content holds until the next
-    call. All graphs share one pool of memory, because only one runs at a time, in the thread that calls.
-
-    Attributes:
-        is_on: False: every function runs as it is.
-        is_recording: nothing that is launched now runs.
+    call. All graphs share one pool of memory: only one runs at a time, in the thread that calls.
     """
 
     def __init__(self, *, is_on: bool) -> None:

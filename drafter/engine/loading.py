@@ -63,18 +63,14 @@ class TargetConfig:
 
 
 class LoadedModels(NamedTuple):
-    """The loaded models of a command; ``drafter`` and ``draft_model`` are None if the method uses none."""
-
     target: "Target"
     drafter: "RecurrentDrafter | None"
     draft_model: "Target | None"
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
-    """A drafter on the target's device and in its number format, checked against the target (ValueError).
-
-    ``name`` is a drafter that comes with the package, an exported folder, or a hub id; a folder of that name goes
-    first.
+    """A drafter on the target's device and in its number format, checked against the target (ValueError); ``name`` is a
+    folder, a drafter that comes with the package, or a hub id.
     """
     return _ready(_read_drafter(name), target)
 
@@ -106,10 +102,8 @@ def _ready(drafter: "RecurrentDrafter", target: "Target") -> "RecurrentDrafter":
 
 
 def load_together(config: TargetConfig, drafter: str | None, draft_model: str | None) -> LoadedModels:
-    """The target with its drafter or draft model. What their files tell is compared before any weights are read.
-
-    Raises:
-        ValueError: a model cannot be loaded, or is no model for this target.
+    """The target with its drafter or draft model, compared by their files before any weights are read (ValueError: a
+    model cannot be loaded, or is no model for this target).
     """
     from drafter.targets.catalog import load_tokenizer, text_config_of
 

@@ -27,8 +27,7 @@ _LONGEST_WINDOW = 8  # tokens that are decoded again with each new one
 def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
     """Token ids of user messages, conversations and lists of token ids; ``raw``: texts without chat template.
 
-    Raises:
-        ValueError: a prompt of another form, a single prompt in place of a list, or a chat template that fails.
+    ValueError: a prompt of another form, a single prompt in place of a list, or a chat template that fails.
     """
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int)):
         raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
@@ -48,7 +47,6 @@ def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) ->
 
 
 def _token_id(token: object) -> int:
-    """A token id as an int, from the integer of any library."""
     try:
         return index(token)  # type: ignore[arg-type]
     except TypeError as error:
@@ -56,15 +54,12 @@ def _token_id(token: object) -> int:
 
 
 class IncrementalText:
-    """Text of a growing list of token ids.
+    """Text of a growing list of token ids; ``is_stopped`` after a stop string, before which ``text`` ends.
 
-    The text of a list of tokens is not the sum of the texts of the tokens (spaces, byte pieces). So a short window of
-    earlier tokens is decoded together with the new token, and the difference is the new text. Text that may become part
-    of a stop string, or that ends within a character, is held back.
-
-    Attributes:
-        is_stopped: True after a stop string; ``text`` ends before the stop string.
-        ends: length of the text after each token; the last token of a character adds the whole character.
+    The text of tokens is not the sum of their texts (spaces, byte pieces). So a short window of earlier tokens is
+    decoded with the new token, and the difference is the new text. Text that may become part of a stop string, or that
+    ends within a character, is held back. ``ends`` has the text's length after each token; the last token of a
+    character adds the whole character.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str] = (), stop_ids: Collection[int] = ()) -> None:
@@ -100,7 +95,6 @@ class IncrementalText:
         del self._decode  # an answer may be copied and pickled, and keeps no target in memory
 
     def end_at(self, length: int) -> None:
-        """End the text after so many characters."""
         self.is_stopped, self._seen = True, self._seen[:length]
 
     def take(self) -> str:
@@ -177,7 +171,6 @@ class Request:
         return self.incremental_text.text if self.incremental_text is not None else ""
 
     def new_text(self, decode: Decode) -> IncrementalText:
-        """The text of the answer's tokens, without stop token and stop string, before the first token."""
         return IncrementalText(decode, self.params.stop, self.stop_ids)
 
     @property
@@ -204,7 +197,6 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete."""
         return self.finish_reason is not None
 
     @property
@@ -220,9 +212,8 @@ class Request:
         return (self.finished or time.perf_counter()) - self.started
 
     def extend(self, emitted: Sequence[int]) -> list[int]:
-        """Append the tokens of a step, cut exactly where decoding token by token would have ended; the appended tokens.
-
-        ``emitted`` are the accepted draft tokens, then the bonus token.
+        """Append the tokens of a step (accepted draft tokens, then the bonus token), cut exactly where decoding token
+        by token would have ended; the appended tokens.
         """
         assert self.finish_reason is None
         if self.first_token is None:
@@ -257,9 +248,8 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """A generated token's natural log-probability under the target's own distribution (temperature 1, no filters).
-
-    ``top`` lists the likeliest tokens at its position, (token id, logprob), best first.
+    """A generated token's natural log-probability under the target's own distribution (temperature 1, no filters), and
+    the likeliest tokens at its position: (token id, logprob), best first.
     """
 
     logprob: float
@@ -267,13 +257,9 @@ class TokenLogprob(NamedTuple):
 
 
 class StepTree(NamedTuple):
-    """The draft tree of one row, without padding, and the accepted path.
-
-    Attributes:
-        token_ids: tokens of the nodes; node 0 is the root, chosen by the step before.
-        parents: index of each node's parent; the root is its own parent.
-        path: nodes of the accepted path, root included.
-        bonus_id: the target's own token after the path.
+    """The draft tree of one row, without padding, and the accepted path. Node 0 is the root, its own parent, chosen by
+    the step before; ``path`` has the accepted nodes, root included; ``bonus_id`` is the target's own token after the
+    path.
     """
 
     token_ids: list[int]
@@ -285,11 +271,9 @@ class StepTree(NamedTuple):
 class Update(NamedTuple):
     """What a step brought to one request, as it was at the step's end.
 
-    Attributes:
-        token_ids: new tokens; of :meth:`drafter.engine.runner.Runner.step` also those behind the end of the answer.
-        num_accepted: draft tokens among them.
-        logprobs, tree: where the request's options ask for them.
-        index, text: of :meth:`drafter.engine.engine.Engine.stream`: the prompt's place, and the new text.
+    ``token_ids`` are new tokens, ``num_accepted`` of them drafted; from :meth:`drafter.engine.runner.Runner.step` also
+    those behind the end of the answer. ``index`` and ``text`` belong to :meth:`drafter.engine.engine.Engine.stream`:
+    the prompt's place, and the new text.
     """
 
     request: Request
@@ -303,5 +287,4 @@ class Update(NamedTuple):
 
     @property
     def completion(self) -> Request | None:
-        """The finished request, at its end."""
         return self.request if self.finish_reason is not None else None

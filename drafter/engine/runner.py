@@ -38,8 +38,6 @@ _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so tha
 
 
 class _Wanted(NamedTuple):
-    """What the requests of a step ask for besides tokens."""
-
     row_A: Tensor | None  # rows with log-probabilities; None: all
     num_top: int | None  # likeliest tokens of each position, at least; None: no row has log-probabilities
     has_tree: bool  # some row shows its tree
@@ -48,11 +46,8 @@ class _Wanted(NamedTuple):
 class Runner:
     """Rows 0 .. num_rows-1 on the target's device: cache, roots, lengths, contexts, noise.
 
-    Args:
-        target: the frozen model.
-        plan: its number of rows, kept states, and whether steps become CUDA graphs.
-        num_slots: slots of a row; a row needs slots for its greatest length plus N.
-        context_layers: layers of the target that the drafter reads; empty: the final hidden state.
+    A row needs ``num_slots`` for its greatest length plus N. ``context_layers`` of the target are those that the
+    drafter reads; empty: the final hidden state.
     """
 
     def __init__(self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...]) -> None:
@@ -63,7 +58,7 @@ class Runner:
         self.num_failed_drafts = 0  # steps that went on without drafts, because the drafts failed
         self._context_layers = context_layers
         device = target.device
-        self.cache = target.new_cache(num_rows, num_slots)
+        self.cache = target.runtime.new_cache(num_rows, num_slots)
         if plan.kept_layers is not None:
             self.cache = CacheWithStates(target, self.cache, plan.kept_layers)
         # Numbers and tokens of each row lie side by side, so that a request starts with one copy. One token more than
@@ -165,13 +160,9 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int) -> list[Update]:
-        """Propose, verify, accept, commit for the rows 0 .. num_rows-1; the result of each request.
-
-        Args:
-            proposer: drafts the trees.
-            num_rows: B.
-            requests: the requests that decode; other rows (in prefill, or padding of a bucket) only keep the shape.
-            max_committed: committed slots of the longest row, known to the host.
+        """Propose, verify, accept, commit for the rows 0 .. num_rows-1; the result of each request that decodes. Other
+        rows, in prefill or padding of a bucket, only keep the shape. The host knows ``max_committed``, the slots of the
+        longest row.
         """
         self._tell(requests)
         self._guides = {request.row: request.guide for request in requests if request.guide is not None}
@@ -445,7 +436,6 @@ def _num_logprobs(requests: Sequence[Request]) -> dict[int, int]:
 
 
 def _tree_of(tokens: list[int], parents: list[int], is_node: list[int], path: list[int], bonus_id: int) -> StepTree:
-    """The tree of a row without padding nodes."""
     kept = [node for node, flag in enumerate(is_node) if flag]
     place = {node: index for index, node in enumerate(kept)}
     nodes = [tokens[node] for node in kept], [place[parents[node]] for node in kept]
@@ -453,7 +443,6 @@ def _tree_of(tokens: list[int], parents: list[int], is_node: list[int], path: li
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a step failed because memory ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -471,10 +460,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:
     """Refuse an engine whose caches and logits do not fit, before they are allocated (ValueError with both numbers).
-
-    Args:
-        models: the target and, if there is one, the draft model, which has a cache of its own.
-        num_rows, num_slots, num_nodes: B, S, N.
+    ``models``: the target and, if there is one, the draft model, which has a cache of its own.
     """
     target = models[0]
     free = [available_bytes(device) for device in {*target.traits.layer_devices, target.device}]

@@ -44,7 +44,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
         return any(not request.is_finished for request in (*self.waiting, *self.rows))
 
     def schedule(self) -> Schedule:
@@ -107,11 +106,9 @@ class PrefixIndex:
         self._held: dict[int, list[int]] = {}  # the row that was used last stands last
 
     def clear(self) -> None:
-        """Forget all rows: a step failed."""
         self._held.clear()
 
     def hold(self, row: int, token_ids: list[int]) -> None:
-        """Record that the first slots of a row hold these tokens."""
         self._held.pop(row, None)
         self._held[row] = token_ids
 
@@ -120,13 +117,11 @@ class PrefixIndex:
         self.hold(destination, self._held.pop(source, []))
 
     def take(self, row: int, prompt_ids: list[int], vacant: Iterable[int]) -> tuple[list[tuple[int, int, int]], int]:
-        """Give a row to a new prompt, which takes the longest prefix that any row holds.
+        """Give a row to a new prompt, which takes the longest prefix that any row holds: the copies (source row,
+        destination row, number of slots), and the number of tokens that the prompt takes.
 
         The last two prompt tokens are never shared: the last is the first root, and the prefill of the one before it
         gives the drafter its context. The row's content is saved in a ``vacant`` row, unless the prompt takes it.
-
-        Returns:
-            The copies (source row, destination row, number of slots), and the number of tokens that the prompt takes.
         """
         old, prompt = self._held.get(row, []), prompt_ids[:-2]
         source, num_shared = row, 0

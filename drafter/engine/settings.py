@@ -1,8 +1,7 @@
 """Settings of an engine: :class:`EngineConfig` is what a user asks for, :class:`Plan` is what the engine does.
 
-The command line, the server, `generate` for transformers, the benchmark and ``Engine(target, drafter)`` all pass an
-EngineConfig. :func:`resolve` alone chooses what is open, and refuses what contradicts itself. No torch is imported
-before that call, unless W, L and N are all given: the drafter's own settings then judge them.
+:func:`resolve` alone chooses what is open, and refuses what contradicts itself. No torch is imported before that call,
+unless W, L and N are all given: the drafter's own settings then judge them.
 """
 
 import logging
@@ -68,7 +67,6 @@ class EngineConfig(Checked):
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other for every model and device."""
         super().__post_init__()
         if self.method is not None:
             require_choice("method", self.method, tuple(METHODS))
@@ -113,7 +111,6 @@ class EngineOptions(TargetConfig, EngineConfig):
         return self.drafter or (self.target if shipped_drafter(self.target or "") is not None else None)
 
     def load_models(self) -> LoadedModels:
-        """The target, and the drafter or draft model of the method (ValueError if one cannot be loaded)."""
         has_draft_model = self.draft_model is not None and self.method in (None, "draft-model")
         return load_together(self, self.drafter_used, self.draft_model if has_draft_model else None)
 
@@ -155,11 +152,9 @@ class Plan(Checked):
 
     @property
     def method(self) -> str:
-        """The name of the way to draft."""
         return self.drafting.method
 
     def record(self) -> dict[str, Any]:
-        """All settings by name, for records of runs."""
         left_out = "drafting", "sizes", "tries", "kept_layers"
         own = {name: value for name, value in vars(self).items() if name not in left_out}
         return {"method": self.method, "tree_size": self.drafting.tree_size, **vars(self.drafting), **own}
@@ -173,22 +168,14 @@ def resolve(
 ) -> Plan:
     """The plan of an engine. A setting that was not given comes from the device's defaults, whatever else was given.
 
-    The defaults:
+    1. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without both, ``lookup`` on a CPU and
+    ``none`` elsewhere.
 
-    1. Method: ``draft-model`` with a draft model, ``drafter`` with a drafter; without any model that drafts, ``lookup``
-       on a CPU and ``none`` elsewhere.
     2. Tree, unless one was given: what is fastest by a file of `drafter tune` that fits this device, dtype, target and
-       drafter, or by a guess for the device. On a CPU the engine goes on measuring, whatever the file says: trees of
-       the method, copies alone, and plain decoding. For many rows decoding is plain.
+    drafter, or by a guess for the device. On a CPU the engine goes on measuring, whatever the file says: trees of the
+    method, copies alone, and plain decoding. For many rows decoding is plain.
 
-    Args:
-        config: the user's settings; None: all are open.
-        target: the model that answers, on its device and in its number format.
-        drafter: a drafter bound to the target. :func:`tuned_path` of the drafter is its file of measured sizes.
-        draft_model: smaller model of the same tokenizer.
-
-    Raises:
-        ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
+    ValueError: a model is missing, two settings contradict each other, or the file is damaged or does not fit.
     """
     config = config or EngineConfig()
     _check_models(config, has_drafter=drafter is not None, has_draft_model=draft_model is not None)
@@ -254,10 +241,8 @@ def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: b
 def _measured(
     config: EngineConfig, target: "Target", drafter: "RecurrentDrafter", *, is_compiled: bool
 ) -> tuple["TunedSizes | None", str]:
-    """The measured sizes and their file, or None and the reason why there are none.
-
-    Raises:
-        ValueError: the file is damaged, or the user's file does not fit.
+    """The measured sizes and their file, or None and the reason why there are none (ValueError: the file is damaged, or
+    the user's file does not fit).
     """
     from drafter.engine.tuned import conditions_of, misfit, read_tuned
 
@@ -280,12 +265,8 @@ def _measured(
 
 
 def tuned_path(drafter: str | Path) -> Path:
-    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``.
-
-    The folder of a drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
-
-    Args:
-        drafter: folder, hub id, or name of a drafter of the package.
+    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``: the folder of a
+    drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
     """
     from drafter.models.files import TUNED_FILE
     from drafter.targets.catalog import home_folder

@@ -14,12 +14,8 @@ from drafter.targets.target import Target
 
 
 class CacheWithStates:
-    """A cache (:class:`drafter.runtimes.base.RowCache`) that keeps the hidden states of its slots in bfloat16.
-
-    Args:
-        target: runs the forwards.
-        inner: its cache of keys and values.
-        layers: layers to keep; the final hidden states stand behind them.
+    """A cache (:class:`drafter.runtimes.base.RowCache`) that also keeps the hidden states of its slots in bfloat16:
+    those of ``layers``, with the final ones behind them.
     """
 
     def __init__(self, target: Target, inner: RowCache, layers: tuple[int, ...]) -> None:

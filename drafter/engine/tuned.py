@@ -59,6 +59,10 @@ class Tree(NamedTuple):
     def is_copies(self) -> bool:
         return self.draft_length == 0 and not self.is_plain
 
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        return self.is_plain, self.is_copies
+
     def __str__(self) -> str:
         size = f"N {self.tree_size}"
         if self.is_plain:
@@ -75,12 +79,8 @@ LIVE_TREES = {Tree(2, 2, 4): 1.9, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 
 
 @dataclass(frozen=True)
 class MeasuredTree:
-    """A tree with its measured speed at some number of rows.
-
-    Attributes:
-        beam_width, draft_length, tree_size: size of the tree.
-        tokens_per_step: tokens of a row in a step, on the calibration prompts.
-        step_seconds: duration of a step of all rows.
+    """A tree with its measured speed at some number of rows: a row's tokens in a step on the calibration prompts, and
+    the duration of a step of all rows.
     """
 
     beam_width: Size
@@ -91,7 +91,6 @@ class MeasuredTree:
 
     @property
     def tree(self) -> Tree:
-        """The size alone."""
         return Tree(self.beam_width, self.draft_length, self.tree_size)
 
     def rate(self, ratio: float = 1.0) -> float:
@@ -101,11 +100,8 @@ class MeasuredTree:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The measured trees for at most ``num_rows`` rows.
-
-    Attributes:
-        num_rows: number of rows of the measurement.
-        choices: plain decoding, and every tree that is fastest at some acceptance.
+    """The measured trees for at most ``num_rows`` rows: plain decoding, and every tree that is fastest at some
+    acceptance.
     """
 
     num_rows: Annotated[int, Field(ge=1)]
@@ -113,7 +109,6 @@ class RowPlan:
 
     @property
     def plain(self) -> MeasuredTree:
-        """The measurement of plain decoding."""
         return next(choice for choice in self.choices if choice.tree.is_plain)
 
     def best(self, ratio: float = 1.0) -> MeasuredTree:
@@ -123,12 +118,8 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedSizes:
-    """The measured plans of one machine, target and drafter: the content of the file of `drafter tune`.
-
-    Attributes:
-        device, dtype, runtime, compile, target_fingerprint, drafter_fingerprint: what the measurement depends on
-            (:func:`conditions_of`). Without the fingerprint of a drafter the plans are for every drafter of the shape.
-        plans: plans in the order of their rows.
+    """The content of the file of `drafter tune`: plans in the order of their rows, and what the measurement depends on
+    (:func:`conditions_of`). Without the fingerprint of a drafter the plans are for every drafter of the shape.
     """
 
     schema: Literal["drafter-tuned/1"] = SCHEMA
@@ -141,19 +132,12 @@ class TunedSizes:
     plans: Annotated[tuple[RowPlan, ...], Field(min_length=1, fail_fast=True)]
 
     def summary(self) -> str:
-        """The calibrated choice for each number of rows, in one line."""
-        sizes = []
-        for plan in self.plans:
-            sizes.append(f"{plan.num_rows}: {plan.best().tree}")
-        return "drafter, trees by rows: " + "; ".join(sizes)
+        return "drafter, trees by rows: " + "; ".join(f"{plan.num_rows}: {plan.best().tree}" for plan in self.plans)
 
 
 def read_tuned(path: Path) -> TunedSizes:
-    """The measured sizes of a file; further keys of the file are ignored.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file has another schema, or impossible numbers.
+    """The measured sizes of a file; further keys of the file are ignored (FileNotFoundError; ValueError: the file has
+    another schema, or impossible numbers).
     """
     try:
         content = read_json(path)
@@ -170,7 +154,6 @@ def read_tuned(path: Path) -> TunedSizes:
 
 
 def is_tuned_file(path: Path) -> bool:
-    """Whether `drafter tune` wrote the file."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
@@ -196,7 +179,6 @@ class _Acceptance:
         return (self.kept + self.prior) / expected if expected > 0 else 1.0
 
     def add(self, kept: int, expected: float, num_rows: int) -> None:
-        """A step of so many rows."""
         keep = (1 - 1 / _WINDOW) ** num_rows
         self.kept, self.expected = self.kept * keep + kept, self.expected * keep + expected
         self.prior *= keep
@@ -209,32 +191,26 @@ class _Acceptance:
 
 @dataclass
 class _Times:
-    """What is measured of the trees at one number of rows.
+    """What is measured of the trees at one number of rows: durations by tree and nodes, and seconds a unit.
 
     A step takes up to twice its time after a start, a third more after a prefill, and the speed of a machine drifts. So
     the duration of a tree is that of its trial over the pace of the steps just before, in units of the first tree. A
     tree of copies has as many nodes as the text has copies: durations are kept by nodes, and the cost is their mean.
-
-    Attributes:
-        durations: the latest durations by tree and nodes.
-        paces: seconds a unit in the steps since the last trial, the latest ``_PAUSE``.
-        pace: the median of the last of them when the present trial began; None: the trial of the first tree.
-        used: the step of the last use of each tree.
-        num_copied: steps of each tree of copies.
     """
 
     durations: defaultdict[tuple[Tree, int], deque[float]] = field(
         default_factory=lambda: defaultdict(partial(deque, maxlen=_TIMES))
     )
-    paces: deque[float] = field(default_factory=partial(deque, maxlen=_PAUSE))
-    pace: float | None = None
-    used: dict[Tree, int] = field(default_factory=dict)
-    num_copied: Counter[Tree] = field(default_factory=Counter)
+    paces: deque[float] = field(default_factory=partial(deque, maxlen=_PAUSE))  # of the steps since the last trial
+    pace: float | None = None  # the median of the last when the present trial began; None: the trial of the first tree
+    used: dict[Tree, int] = field(default_factory=dict)  # the step of the last use of each tree
+    num_copied: Counter[Tree] = field(default_factory=Counter)  # steps of each tree of copies
 
 
 class Sizer:
     """Chooses the fastest tree for the number of rows and the recent acceptance: one table of step times by rows and
-    tree, which starts from measured or assumed plans, and which trials go on measuring, if there is anything to try.
+    tree, which starts from measured or assumed ``plans``, and which trials go on measuring, if there is anything to
+    try.
 
     A tree whose drafts are rejected gives way to smaller ones, copies alone and plain decoding. Its kind slowly forgets
     the low acceptance, until a tree is the fastest again for a few steps.
@@ -242,15 +218,8 @@ class Sizer:
     **Trials** come where measuring is cheap. The first tree of each kind and plain decoding are tried for a few steps
     each, and the fastest goes on. Another tree is tried first where the next larger or smaller tree of its kind is the
     fastest; a tree that was tried is tried again, a slow one more seldom than a fast one, so that its trials cost at
-    most ``_TRIAL_COST`` of the time. Trials keep a distance.
-
-    Args:
-        plans: the plans at the start, in the order of their rows.
-        tries: the trees to try, with the tokens per step of usual drafts, plain decoding included; empty: no trials.
-
-    Attributes:
-        trees: all trees that the sizer may choose, plain decoding included.
-        used: steps of each tree since the last look.
+    most ``_TRIAL_COST`` of the time. Trials keep a distance. ``tries`` maps each tree, plain decoding included, to the
+    tokens per step of usual drafts. ``used`` counts the steps of each tree since the last look.
     """
 
     def __init__(self, plans: Sequence[RowPlan] = (), tries: Mapping[Tree, float] | None = None) -> None:
@@ -260,6 +229,7 @@ class Sizer:
         self._table: dict[int, dict[Tree, MeasuredTree]] = {}
         if not self._tries:
             self._table = {plan.num_rows: {each.tree: each for each in plan.choices} for plan in plans}
+        self._num_kinds = len({tree.kind for tree in self._tries})
         self._times: dict[int, _Times] = {}
         self._num_steps = self._num_left = self._rows = 0
         self._is_live = False  # trials go on at the present number of rows
@@ -291,8 +261,11 @@ class Sizer:
         self._num_steps += 1
         if self._is_live and rows not in self._times:
             self._start(rows, num_rows)
-        if self._num_left <= 0 and (due := self._due()) is not None:
-            self._present, self._num_left = due, _TRIAL_STEPS
+        if self._num_left <= 0 and (due := self._next_trial()) is not None:
+            times = self._times[rows]
+            times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else None
+            times.paces.clear()
+            self._present, self._num_left = self._table[rows].get(due) or self._tries[due], _TRIAL_STEPS
         elif self._num_left <= 0:
             self._present = self._floor(self._fastest())
         tree = self._present.tree
@@ -364,10 +337,6 @@ class Sizer:
 
     # -- trials ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _num_kinds(self) -> int:
-        return len({(tree.is_plain, tree.is_copies) for tree in self._tries})
-
     def _start(self, rows: int, num_rows: int) -> None:
         """The table of another number of rows: of the plan for it, in units of its fastest tree, which comes first."""
         times = self._times[rows] = _Times()
@@ -382,30 +351,19 @@ class Sizer:
             times.durations[each.tree, each.tree_size].append(each.step_seconds / unit)
             times.used[each.tree] = self._num_steps
 
-    def _due(self) -> MeasuredTree | None:
-        """The tree whose trial begins now, with its acceptance as expected."""
+    def _next_trial(self) -> Tree | None:
         if not self._is_live:
             return None
         times, choices = self._times[self._rows], self._table[self._rows]
-        tree = self._next_trial(times, choices)
-        if tree is None:
-            return None
-        times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else None
-        times.paces.clear()
-        return choices.get(tree) or self._tries[tree]
-
-    def _next_trial(self, times: _Times, choices: Mapping[Tree, MeasuredTree]) -> Tree | None:
         if choices and len(times.paces) < _PAUSE:
             return None
         if len(choices) < self._num_kinds:
-            kinds = {(tree.is_plain, tree.is_copies) for tree in choices}
-            return next(tree for tree in self._tries if (tree.is_plain, tree.is_copies) not in kinds)
+            kinds = {tree.kind for tree in choices}
+            return next(tree for tree in self._tries if tree.kind not in kinds)
         best = max(choices.values(), key=self._rate).tree
         for is_copies in (False, True):
-            own = sorted(
-                {tree for tree in self._tries if tree.is_plain or tree.is_copies == is_copies},
-                key=attrgetter("tree_size"),
-            )
+            own = [tree for tree in self._tries if tree.is_plain or tree.is_copies == is_copies]
+            own.sort(key=attrgetter("tree_size"))
             if best in own:
                 for tree in own[max(own.index(best) - 1, 0) : own.index(best) + 2]:
                     if tree not in choices:

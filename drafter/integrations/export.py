@@ -71,7 +71,8 @@ def export(
     copying: bool = True,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a drafter as a folder. An earlier export of the format is replaced; any other folder is refused.
+    """Write a drafter as a folder, which is returned. An earlier export of the format is replaced; any other folder is
+    refused.
 
     Args:
         source: a .ckpt file of ``drafter train``; for ``apple`` and ``vllm`` an exported folder, too, or a drafter in
@@ -79,17 +80,13 @@ def export(
         out: the folder.
         format: ``drafter``, ``apple`` or ``vllm``.
         dtype: ``bfloat16`` or ``float32`` weights; for ``drafter`` also ``int8``.
-        target: the drafter's target or its name, for ``vllm`` and a tied head in ``apple``; None: by the drafter's own
-            record.
+        target: the drafter's, or its name, for ``vllm`` and a tied head in ``apple``; None: by the drafter's record.
         copying: of ``vllm``: mix the drafts with copies from the text.
         facts: of ``drafter``: further settings for run.json.
 
-    Returns:
-        The folder.
-
     Raises:
-        ValueError: unreadable source, ``out`` is in use, another target than the drafter's, or the format cannot
-            express the drafter; the message names the field.
+        ValueError: unreadable source, ``out`` is in use, another target than the drafter's, or a field that the format
+            cannot express.
         OSError: the disk is full or not writable.
     """
     out = Path(out)
@@ -116,7 +113,7 @@ def export(
         if format == "drafter":
             _write_own(folder, drafter, trained, facts or {}, out, is_rounded=dtype == "int8")
         elif format == "apple":
-            output_weight_VD = None if target is None else target.output_weight_VD
+            output_weight_VD = None if target is None else target.runtime.output_weight_VD
             apple_format.write_folder(folder, drafter.config, drafter.state_dict(), output_weight_VD)
         else:
             assert target is not None

@@ -52,8 +52,7 @@ class DrafterDecoder:
             memory is moved to the model's device.
         engine_config: method, beam width, tree size, number of rows and so on; None: all are open.
 
-    Raises:
-        ValueError: the model cannot be a target, or the drafter belongs to another target.
+    ValueError: the model cannot be a target, or the drafter belongs to another target.
     """
 
     def __init__(
@@ -75,19 +74,12 @@ class DrafterDecoder:
     def generate(
         self, inputs: Tensor | None = None, *, seed: int | None = None, streamer: Any = None, **settings: Any
     ) -> Tensor:
-        """Tokens as of ``model.generate``, from fewer forwards of the model.
+        """Tokens as of ``model.generate``, from fewer forwards of the model: the inputs int64 [B, T], and the generated
+        tokens padded on the right, [B, T + G].
 
-        Args:
-            inputs: token ids [B, T].
-            seed: seed of sampling; row b uses seed + b. None: torch's generator draws the seed.
-            streamer: receives the tokens of a single row step by step.
-            settings: further arguments of ``model.generate``, such as ``attention_mask`` and ``max_new_tokens``.
-
-        Returns:
-            int64 [B, T + G]: the inputs, and the generated tokens padded on the right.
-
-        Raises:
-            ValueError: a setting that cannot be honoured, an empty or too long prompt.
+        Row b samples with ``seed`` + b; None: torch's generator draws the seed. A ``streamer`` receives the tokens of a
+        single row step by step. ``settings`` are further arguments of ``model.generate``, such as ``attention_mask``
+        and ``max_new_tokens`` (ValueError: a setting that cannot be honoured, an empty or too long prompt).
         """
         model: Any = self.model
         given = {name for name, value in settings.items() if value is not None}
@@ -168,7 +160,6 @@ def generate(
 
 
 def _without_padding(token_BT: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The prompts of all rows."""
     mask_BT = torch.ones_like(token_BT) if attention_mask is None else attention_mask
     if mask_BT.shape != token_BT.shape:
         raise ValueError(

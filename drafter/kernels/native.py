@@ -59,8 +59,6 @@ class Rotary(_Structure):
 
 
 class Layer(_Structure):
-    """A decoder layer."""
-
     _fields_ = [
         ("qkv", Matrix * 3), ("up", Matrix * 2), ("output", Matrix), ("down", Matrix),
         ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
@@ -69,8 +67,6 @@ class Layer(_Structure):
 
 
 class Model(_Structure):
-    """A decoder and its output matrix."""
-
     _fields_ = [
         ("num_layers", _int), ("hidden_size", _int), ("num_heads", _int), ("num_key_heads", _int),
         ("head_dim", _int), ("mlp_size", _int), ("vocab_size", _int),
@@ -81,8 +77,6 @@ class Model(_Structure):
 
 
 class Cache(_Structure):
-    """Keys and values of all layers."""
-
     _fields_ = [
         ("num_rows", _int), ("num_slots", _int), ("spare_slot", _long),
         ("keys", _address), ("values", _address), ("rotaries", ctypes.POINTER(Rotary)), ("is_half", _int),
@@ -90,8 +84,6 @@ class Cache(_Structure):
 
 
 class Tokens(_Structure):
-    """Where the tokens of a forward stand."""
-
     _fields_ = [
         ("num_rows", _int), ("num_tokens", _int), ("first_row", _int),
         ("slot", _address), ("position", _address), ("ancestor", _address),
@@ -99,8 +91,6 @@ class Tokens(_Structure):
 
 
 class Drafter(_Structure):
-    """The recurrent draft head."""
-
     _fields_ = [
         ("hidden_size", _int), ("num_blocks", _int), ("num_tokens", _int),
         ("embedding_scale", _float), ("hidden_scale", _float),
@@ -125,8 +115,6 @@ class Sampling(_Structure):
 
 
 class Search(_Structure):
-    """A beam search of some rows, and where its nodes go."""
-
     _fields_ = [
         ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
         ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", _long),
@@ -187,17 +175,11 @@ def give_back() -> None:
 
 
 def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = None) -> tuple[int, torch.Tensor]:
-    """Lay rows of a file out in blocks.
+    """Lay rows of a file, of which each output has an address, out in blocks: the format's number, and the blocks as
+    bytes.
 
-    Args:
-        source: format of the rows, one of FORMATS.
-        rows: address of each output's row.
-        inputs: numbers of a row.
-        target: format of the blocks; None: the source's. F32 and F16 from other float formats alone. Q8_0 from a float
-            format rounds groups of 32 inputs; a weight that is no number becomes 0.
-
-    Returns:
-        The format's number, and the blocks as bytes.
+    Formats are those of FORMATS; without a ``target`` blocks have the source's. F32 and F16 are made from other float
+    formats alone. Q8_0 from a float format rounds groups of 32 inputs; a weight that is no number becomes 0.
     """
     assert target in (None, source, *FORMATS[:3], "Q8_0"), f"{source} is not packed as {target}"
     number, given = FORMATS.index(target or source), FORMATS.index(source)
@@ -274,7 +256,6 @@ def accept_picks(
 
 
 def search(drafter: Drafter, asked: Search) -> None:
-    """Beam search of rows (:mod:`drafter.proposers.beam`)."""
     _check(_library().search(ctypes.byref(drafter), ctypes.byref(asked)))
 
 
@@ -304,9 +285,8 @@ def forward(
     0 is the embeddings, i the state after layer i; the last layer's state is the one after the last norm. Keys and
     values go to the tokens' slots, of which no position is larger. States of tokens in the spare slot are 0.
 
-    Raises:
-        ValueError: a key or a value does not fit the cache's format, or a number is none.
-        MemoryError: there is no memory for the activations.
+    ValueError: a key or a value does not fit the cache's format, or a number is none. MemoryError: there is no memory
+    for the activations.
     """
     hidden_BTD = torch.zeros_like(embedding_BTD)
     state_ABTD = torch.zeros(len(state_layers), *embedding_BTD.shape)
@@ -331,7 +311,6 @@ def move_slots(model: Model, cache: Cache, source_BL: Tensor, destination_BL: Te
 
 
 def _check(status: int) -> None:
-    """Raise what a call's ``Status`` means."""
     assert status != _OUTSIDE, "a row or a slot is none of the cache, or a position is negative or larger than its slot"
     if status == _NO_MEMORY:
         raise MemoryError("no memory is left for the activations of a step")

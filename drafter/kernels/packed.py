@@ -28,18 +28,12 @@ class PackedMatrix:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
 
     def linear(self, x_XI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """x W^T + b: [..., I] -> [..., O]."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self._weight, bias_O, "none", [], "")
         return product
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear``.
-
-    Args:
-        linear: the layer.
-        keep_weight: keep the plain weight as ``weight``, too.
-    """
+    """Takes the place of an ``nn.Linear``; with ``keep_weight`` the plain weight stays as ``weight``, too."""
 
     def __init__(self, linear: nn.Linear, *, keep_weight: bool) -> None:
         super().__init__()
@@ -69,11 +63,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
-    """Replace every ``nn.Linear`` (not its subclasses) and return the number of replaced layers.
-
-    Args:
-        module: on a device and in a dtype for which :func:`can_pack` holds.
-        keep: layers that keep their plain weight as ``weight``.
+    """Replace every ``nn.Linear`` (not its subclasses) of a module for which :func:`can_pack` holds; the number of
+    replaced layers. Those to ``keep`` keep their plain weight as ``weight``.
     """
     found = [
         (parent, name, child)

@@ -24,14 +24,8 @@ _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 12}  # low bits that are 0 in t
 
 
 def pick(logits_BNV: Tensor, seed_B: Tensor, length_B: Tensor, depth_BN: Tensor, **by_row: Tensor) -> Tensor:
-    """``argmax(warped logits + noise)`` of every node, the lowest id among equals, int64 [B, N].
-
-    Args:
-        logits_BNV: of any floating-point format.
-        seed_B: int64.
-        length_B: the position of the pick at depth d is length + d + 1, int64.
-        depth_BN: int64.
-        by_row: temperature, top_k, top_p and min_p, as of ``sampling.Warp``.
+    """``argmax(warped logits + noise)`` of every node, the lowest id among equals, int64 [B, N]. The position of the
+    pick at depth d is length + d + 1; ``by_row`` has temperature, top_k, top_p and min_p, as ``sampling.Warp`` has.
     """
     picked_BN = torch.empty(logits_BNV.shape[:2], dtype=torch.int64, device=logits_BNV.device)
     named = {"seed": seed_B, "length": length_B, "depth": depth_BN, **by_row}
@@ -64,7 +58,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], result: Tensor, **named: Any) ->
 
 
 def _sizes(logits_BNV: Tensor) -> dict[str, Any]:
-    """What the kernels of a node take behind their tensors."""
     _, num_nodes, size = logits_BNV.shape
     tile = min(_TILE, triton.next_power_of_2(size))
     low = _ZERO_BITS.get(logits_BNV.dtype, 0)
@@ -88,7 +81,6 @@ def _start(seed, position, stream):
 
 @triton.jit
 def _word(start, token):
-    """64 random bits of each token id."""
     return _mix64(start + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
 
 

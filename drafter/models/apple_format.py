@@ -35,12 +35,8 @@ _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
 def to_apple(
     config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """A drafter's tensors under their published names, in the dtype of ``head.weight``.
-
-    ``output_weight_VD`` is the target's output matrix, for a tied head.
-
-    Raises:
-        ValueError: the format cannot express a field of the drafter; the message names the field.
+    """A drafter's tensors under their published names, in the dtype of ``head.weight``; a tied head needs the target's
+    output matrix (ValueError: the format cannot express a field of the drafter, which the message names).
     """
     _check_expressible(config)
     head = tensors["head.weight"]
@@ -77,7 +73,6 @@ def from_apple(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def _own_names(num_blocks: int) -> dict[str, str]:
-    """Our name of each published tensor."""
     names = {"rnn_w.weight": "cell.w.weight", "rnn_u.weight": "cell.u.weight", "rnn_u.bias": "cell.u.bias"}
     for block in range(num_blocks):
         for part in ("weight", "bias"):
@@ -86,7 +81,6 @@ def _own_names(num_blocks: int) -> dict[str, str]:
 
 
 def config_to_apple(config: DrafterConfig) -> dict[str, Any]:
-    """The published ``config.json``."""
     _check_expressible(config)
     return {
         "model_type": MODEL_TYPE,

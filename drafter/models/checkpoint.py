@@ -31,10 +31,8 @@ class _Content(TypedDict):
 
 
 def read_trained(path: str | Path) -> dict[str, Any]:
-    """A trainer's checkpoint, tensors and plain data only.
-
-    Raises:
-        ValueError: missing, damaged, not written by ``drafter train``, or holding pickled objects.
+    """A trainer's checkpoint, tensors and plain data only (ValueError: missing, damaged, not written by ``drafter
+    train``, or holding pickled objects).
     """
     path = Path(path)
     if not path.is_file():
@@ -63,7 +61,6 @@ def read_trained(path: str | Path) -> dict[str, Any]:
 
 
 def drafter_from_checkpoint(checkpoint: Mapping[str, Any]) -> RecurrentDrafter:
-    """The drafter of :func:`read_trained`'s result."""
     config = DrafterConfig.from_fields(checkpoint["drafter_config"], "checkpoint, drafter_config")
     state = checkpoint["state_dict"].items()
     tensors = {name.removeprefix(_PREFIX): value for name, value in state if name.startswith(_PREFIX)}

@@ -22,12 +22,8 @@ _LIBRARY_KEYS = {
 
 
 class DrafterConfig(PreTrainedConfig):
-    """Shape of a recurrent drafter and the target it belongs to. Validated on construction; unknown keys are errors.
-
-    The two scales are constants that bring h and e to rms 1; both fold into the weights that read them.
-
-    Raises:
-        ValueError: a value out of range, or an unknown key.
+    """Shape of a recurrent drafter and the target it belongs to (ValueError: a value out of range, or an unknown key).
+    The two scales bring h and e to rms 1; both fold into the weights that read them.
     """
 
     model_type = "recurrent_drafter"

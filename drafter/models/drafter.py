@@ -75,8 +75,6 @@ def _unbind(drafter: "RecurrentDrafter", _: Any) -> None:
 
 
 class Rounded(NamedTuple):
-    """A drafter's matrices in 8 bits, as the native search reads them."""
-
     cell: native.Matrix
     downs: list[native.Matrix]
     blocks: list[native.Matrix]
@@ -129,11 +127,8 @@ class RecurrentDrafter(nn.Module):
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
-        """A drafter in the published format (:mod:`drafter.models.apple_format`), for any target of its sizes.
-
-        Raises:
-            OSError: no such checkpoint.
-            ValueError: a damaged file, or one that has no counterpart here.
+        """A drafter in the published format (:mod:`drafter.models.apple_format`), for any target of its sizes (OSError:
+        no such checkpoint; ValueError: a damaged file, or one that has no counterpart here).
         """
         from drafter.models.apple_format import config_from_apple, from_apple
 
@@ -150,18 +145,11 @@ class RecurrentDrafter(nn.Module):
         config: DrafterConfig | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Read an exported folder or a folder of the hub, and check the whole folder before use.
+        """Read an exported folder, or ``owner/name`` of the hub, and check the whole folder before use. ``dtype`` None:
+        as in the file. ``config`` and further arguments are those of ``AutoModel``, and change nothing here.
 
-        Args:
-            name: the folder, or ``owner/name`` on the hub.
-            dtype: type of the weights; None: as in the file.
-            revision: hub revision.
-            config: the config that ``AutoModel`` has read from the folder; the folder is read again and checked.
-            **kwargs: further arguments of ``AutoModel``, which change nothing here.
-
-        Raises:
-            ValueError: a file is damaged, or config and tensors do not make a drafter; one line names the part.
-            OSError: there is no such folder, here or on the hub.
+        ValueError: a file is damaged, or config and tensors do not make a drafter; one line names the part. OSError:
+        there is no such folder, here or on the hub.
         """
         folder = Path(name)
         if not folder.is_dir():
@@ -197,28 +185,23 @@ class RecurrentDrafter(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating point type of the weights."""
         return next(self.parameters()).dtype
 
     def bind(self, target: Any) -> Self:
-        """Check that this is the drafter's target and, for a tied head, take its output rows.
+        """Check that this is the drafter's target (ValueError that names both if not) and, for a tied head, take its
+        output rows. Call again after a move of the drafter to another device or dtype.
 
         The rows [R, D] are one contiguous tensor in the drafter's dtype: reading them is what a drafting step costs.
-        Call this method again after a move of the drafter to another device or dtype.
-
-        Raises:
-            ValueError: another target than the one the drafter was trained for; both are named.
         """
         check_target(self.config, target)
         if self.config.head == "tied" and not self._is_bound(target):
-            self._bound = weakref.ref(target)
+            self._bound, runtime = weakref.ref(target), target.runtime
             is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
-            rows_RD = target.output_weight_VD if is_whole else target.output_rows(self.draft_token_ids_R)
+            rows_RD = runtime.output_weight_VD if is_whole else runtime.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
             self._rounded = None
         return self
@@ -238,7 +221,6 @@ class RecurrentDrafter(nn.Module):
         return self
 
     def rounded(self) -> "Rounded":
-        """The weights in 8 bits, which all searches share."""
         if self._rounded is None:
             parts: list[Any] = list(self.blocks)
             tied = native.round_matrix(self.head.weight) if self.config.head == "tied" else native.NO_MATRIX
@@ -296,9 +278,8 @@ class RecurrentDrafter(nn.Module):
         return self.fuse_context(context_XC.to(self.compute_dtype))
 
     def features(self, hidden_XD: Tensor, state_XD: Tensor) -> Tensor:
-        """Factors of the output rows: fused contexts [..., D], states [..., D] -> [..., F].
-
-        F is D for a tied head (after the projection), and 2D for a full head, whose own rows are ``head.weight``.
+        """Factors of the output rows: fused contexts [..., D], states [..., D] -> [..., F]. F is D for a tied head
+        (after the projection), and 2D for a full head, whose own rows are ``head.weight``.
         """
         x_XE = torch.cat([hidden_XD.expand(state_XD.shape), state_XD.to(hidden_XD.dtype)], dim=-1)
         for block in self.blocks:
@@ -314,10 +295,9 @@ class RecurrentDrafter(nn.Module):
         return self.output_rows_RD
 
     def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D].
-
-        Index r stands for target token ``draft_token_ids_R[r]``. Leading dimensions broadcast: context [B, 1, C] with
-        state [B, W, D] is fine.
+        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D]. Index r stands for
+        target token ``draft_token_ids_R[r]``. Leading dimensions broadcast: context [B, 1, C] with state [B, W, D] is
+        fine.
         """
         feature_X = self.features(self.fuse(context_XC), state_XD)
         if self.config.head == "full":
@@ -332,7 +312,6 @@ class RecurrentDrafter(nn.Module):
         return self.logits(context_XC.unsqueeze(-2), torch.stack(states[1:], dim=-2))
 
     def num_parameters_by_part(self) -> dict[str, int]:
-        """Trained parameters of each part: fuse_context, cell, blocks, head."""
         return {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
 
     def _scaled(self, x_XE: Tensor) -> Tensor:

@@ -21,11 +21,8 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, in memory of their own: a later change of the file changes none.
-
-    Raises:
-        ValueError: a damaged file.
-        FileNotFoundError: there is no such file.
+    """The tensors of a safetensors file, in memory of their own: a later change of the file changes none (ValueError: a
+    damaged file; FileNotFoundError).
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
@@ -55,10 +52,9 @@ def round_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], vocab_size: int, where: str) -> None:
-    """Refuse the tensors of a file that do not make a drafter (ValueError naming ``where`` and the tensor).
-
-    ``wanted`` has the names and shapes of the drafter's config. A tensor may be missing, unknown, of another shape or
-    type, or hold NaN or infinity; draft token ids may be out of range or not ascend.
+    """Refuse the tensors of a file that do not make a drafter (ValueError naming ``where`` and the tensor): one is
+    missing, unknown, of another shape or type than ``wanted``, or holds NaN or infinity; or draft token ids are out of
+    range or do not ascend.
     """
     for name in sorted(wanted.keys() ^ tensors.keys()):
         raise ValueError(f"{where}: tensor {name!r} is {'missing' if name in wanted else 'unknown'}")
@@ -69,7 +65,6 @@ def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], v
 
 
 def _fault_of(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, vocab_size: int) -> str:
-    """The fault of a tensor in words; empty if there is none."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return "is sparse, or has no numbers"
     if tensor.shape != shape:

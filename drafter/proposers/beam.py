@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from drafter.decoding.proposer import Proposer, RowState
 from drafter.decoding.sampling import Noise, Warp, warp_logits
 from drafter.decoding.tree import NodeList
-from drafter.kernels.largest import topk
 from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.copying import SHARES, Copies, mix
 from drafter.proposers.native_search import NativeSearch, can_search
@@ -62,27 +61,21 @@ class BeamDrafting(Drafting):
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """W, L and N."""
         return self.beam_width, self.draft_length, self.tree_size
 
     def sized(self, width: int, length: int, size: int) -> Self:
-        """The same switches with other sizes."""
         return replace(self, beam_width=width, draft_length=length, tree_size=size)
 
     def build(self, target: Target, drafter: RecurrentDrafter | None, draft_model: Target | None) -> Proposer:
-        """The search (ValueError: see :class:`BeamProposer`)."""
         assert drafter is not None, "method drafter without a drafter"
         return BeamProposer(drafter, target, self)
 
     def describe(self) -> str:
-        """W, L, N and what is unusual."""
         switch = "" if self.copying else ", no copies"
         return f"W {self.beam_width} L {self.draft_length} N {self.tree_size}{switch}"
 
 
 class _Level(NamedTuple):
-    """The beams of one depth."""
-
     token_BW: Tensor
     beam_BW: Tensor  # places of the parents among the beams above
     total_BW: Tensor  # cumulative scores
@@ -93,17 +86,15 @@ class BeamProposer(Proposer):
 
     Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau). With the noise of the
     target's coming picks, the rank is the probability that the child is the target's next pick. Without noise and with
-    tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919,
-    section 3; noise: docs/sampling.md.)
+    tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919, section
+    3; noise: docs/sampling.md.)
 
     With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text, and copies
-    alone lengthen the best beam (:mod:`drafter.proposers.copying`).
+    alone lengthen the best beam (:mod:`drafter.proposers.copying`). The tree is the N - 1 most probable nodes of all
+    steps, nodes of abandoned beams included.
 
-    The tree is the N - 1 most probable nodes of all steps, nodes of abandoned beams included.
-
-    Raises:
-        ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer
-            tokens than beams.
+    ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer tokens
+    than beams.
     """
 
     def __init__(self, drafter: RecurrentDrafter, target: Target, drafting: BeamDrafting) -> None:
@@ -121,7 +112,7 @@ class BeamProposer(Proposer):
         self.context_layers = layers = tuple(drafter.config.context_layers)
         if any(layer > target.num_layers for layer in layers):
             raise ValueError(f"the drafter reads layers {list(layers)} but {target.name!r} has {target.num_layers}")
-        self._embed = target.embed
+        self._embed = target.runtime.embed
         self._dtype = drafter.dtype  # kept, because transformers searches all modules for the dtype
         self._token_R = drafter.draft_token_ids_R
         num_tokens = len(self._token_R)
@@ -148,10 +139,8 @@ class BeamProposer(Proposer):
 
     @torch.inference_mode()
     def check(self, target: Target) -> None:
-        """Draft after every token of some texts; finite weights may still give numbers that are not finite.
-
-        Raises:
-            ValueError: a logit is not finite, or a product refuses a number that is not.
+        """Draft after every token of some texts; finite weights may still give numbers that are not finite (ValueError:
+        a logit is not finite, or a product refuses a number that is not).
         """
         encode: Any = target.tokenizer
         texts = [encode(text, add_special_tokens=False)["input_ids"] for text in _TRIAL_TEXTS] if encode else []
@@ -236,7 +225,7 @@ class BeamProposer(Proposer):
         if noise is not None or tau != 1.0:
             rank_BWR, copied_BW1 = rank_BWR / tau, copied_BW1 / tau
             total_BW1 = torch.logaddexp(rank_BWR.logsumexp(dim=2, keepdim=True), copied_BW1)
-        value_BWK, index_BWK = topk(rank_BWR, self.width)
+        value_BWK, index_BWK = rank_BWR.topk(self.width, dim=2)
         value_BWK = torch.cat([value_BWK, copied_BW1], dim=2) - total_BW1
         return value_BWK, torch.cat([self._token_R[index_BWK], token_BW[:, :, None]], dim=2)
 

@@ -57,10 +57,8 @@ class Copies(NamedTuple):
         return self._replace(length_BWS=(before_BWS + 1).clamp_max(len(SHARES)) * is_same_BWS)
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The token after each beam's longest match (the latest of equally long matches), and its log odds.
-
-        Returns:
-            Token int64 [B, W], undefined without a match; log odds [B, W], -inf without a match.
+        """The token after each beam's longest match, the latest of equally long ones, int64 [B, W], undefined without a
+        match; and its log odds [B, W], -inf without a match.
         """
         num_slots = self.token_BS.shape[1]
         slot_S = torch.arange(num_slots, device=self.token_BS.device)
@@ -94,14 +92,10 @@ def count_copied(prompt_ids: Sequence[int], token_ids: Sequence[int], num_accept
 def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(1 - share) q + share [copied token], as logits on one scale, for q = softmax(logits).
 
-    Args:
-        logits_BWR: float32, changed in place.
-        index_BW: draft index of the copied token, -1 outside the draft vocabulary.
-        odds_BW: log(share / (1 - share)), -inf where nothing is copied.
-
-    Returns:
-        Logits of the draft vocabulary without the copied token, whose place holds -inf [B, W, R]; the logit of the
-        copied token, inside or outside the draft vocabulary [B, W, 1]; the log-sum-exp of all [B, W, 1].
+    ``logits_BWR`` is float32 and changed in place; ``index_BW`` is the draft index of the copied token, -1 outside the
+    draft vocabulary; ``odds_BW`` is log(share / (1 - share)), -inf where nothing is copied. Returned are the logits of
+    the draft vocabulary without the copied token, whose place holds -inf [B, W, R]; the logit of the copied token,
+    inside or outside the draft vocabulary [B, W, 1]; and the log-sum-exp of all [B, W, 1].
     """
     total_BW1 = logits_BWR.logsumexp(dim=2, keepdim=True)
     place_BW1, odds_BW1 = index_BW.clamp_min(0)[:, :, None], odds_BW[:, :, None]

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoding.proposer import Proposer, RowState
-from drafter.decoding.sampling import Noise, pick_nodes
+from drafter.decoding.sampling import Noise, argmax, pick_nodes
 from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import NodeList
-from drafter.kernels.largest import argmax
 from drafter.proposers.options import Drafting
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
@@ -34,22 +33,18 @@ class DraftModelDrafting(Drafting):
 
     @property
     def tree_size(self) -> int:
-        """The chain and its root."""
         return 1 + self.num_speculative_tokens
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """A chain."""
         return 1, self.num_speculative_tokens, self.tree_size
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
-        """The given number of tokens."""
         given = config.num_speculative_tokens
         return cls() if given is None else cls(num_speculative_tokens=given)
 
     def build(self, target: Target, drafter: Any, draft_model: Target | None) -> Proposer:
-        """The draft model's proposer (ValueError: the two models do not share their vocabulary or device)."""
         assert draft_model is not None, "method draft-model without a draft model"
         return DraftModelProposer(draft_model, target, self)
 
@@ -58,15 +53,14 @@ class DraftModelProposer(Proposer):
     """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
     The draft model has its own cache with the slots and lengths of the target's cache. At the beginning of a step the
-    cache holds the keys and values of all committed tokens, except possibly the last one. Every step therefore feeds
-    the last committed token again together with the root, which keeps the shapes constant.
+    cache holds all committed tokens, except possibly the last one. Every step therefore feeds the last committed token
+    again together with the root, which keeps the shapes constant.
 
     A draft token is the draft model's pick under the noise of the target's coming pick, or the most probable token
     where drafts are not coupled. The temperature and filters of a request apply to both models. The published rule of
     acceptance, with probability min(1, p / q), is ``accept_chain`` of :mod:`drafter.reference`.
 
-    Raises:
-        ValueError: the two models do not share their vocabulary or device.
+    ValueError: the two models do not share their vocabulary or device.
     """
 
     reads_every_token = True
@@ -81,23 +75,20 @@ class DraftModelProposer(Proposer):
         self._draft = draft
         self._coupled = drafting.coupled
         self._num_padded = target.vocab_size - draft.vocab_size
-        self._cache = draft.new_cache(0, 0)
+        self._cache = draft.runtime.new_cache(0, 0)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Allocate the draft model's cache."""
-        self._cache = self._draft.new_cache(0, 0)  # the old cache is freed before the new one is made
-        self._cache = self._draft.new_cache(num_rows, num_slots)
+        self._cache = self._draft.runtime.new_cache(0, 0)  # the old cache is freed before the new one is made
+        self._cache = self._draft.runtime.new_cache(num_rows, num_slots)
 
     @torch.inference_mode()
     def admit(self, row: int, token_ids: list[int], num_known: int = 0) -> None:
-        """Prefill the tokens up to the root, in chunks."""
         for start in range(num_known, len(token_ids) - 1, _PREFILL_CHUNK):
             stop = min(start + _PREFILL_CHUNK, len(token_ids) - 1)
             parts = torch.tensor([token_ids[start:stop]]), torch.tensor([start])
             self._forward(*to_device(self._draft.device, *parts), first_row=row, num_visible=stop)
 
     def move(self, source: int, destination: int) -> None:
-        """Copy the keys and values of a row."""
         self._cache.copy_row(source, destination, self._cache.num_slots)
 
     @torch.inference_mode()
@@ -134,9 +125,8 @@ class DraftModelProposer(Proposer):
         first_row: int = 0,
         num_visible: int = 0,
     ) -> Tensor:
-        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D].
-
-        With ``rows``, tokens of rows that do not decode go to the spare slot, which keeps the results of their prefill.
+        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D]. With ``rows``, tokens of
+        rows that do not decode go to the spare slot, which keeps the results of their prefill.
         """
         token_BT = token_BT.clamp_max(self._draft.vocab_size - 1)  # the target may pick one of its padded rows
         position_BT = slot_BT = start_B[:, None] + torch.arange(token_BT.shape[1], device=start_B.device)

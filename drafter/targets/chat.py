@@ -44,7 +44,6 @@ Pieces = tuple[str | int, ...]  # texts, and token ids between them
 
 
 def texts_of(asked: str | Chat | Pieces) -> list[str]:
-    """The texts of a prompt."""
     if isinstance(asked, Chat):
         return [turn.get("content") or "" for turn in asked.messages]
     return [asked] if isinstance(asked, str) else [piece for piece in asked if isinstance(piece, str)]
@@ -82,7 +81,6 @@ def opening(tokenizer: Any) -> list[int]:
 
 
 def what_runs(name: str) -> str:
-    """What a message about a limit names."""
     return f"the chat template of {name!r}"
 
 
@@ -94,18 +92,11 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     has_opening: bool = True,
 ) -> str:
-    """The text of a conversation by the tokenizer's own template, which runs in this process, without limits.
+    """The text of a conversation by the tokenizer's own template, which runs in this process, without limits;
+    ``has_opening``: the text ends with the opening of the assistant's turn.
 
-    Args:
-        tokenizer: with a chat template.
-        messages: turns with ``role`` and ``content``.
-        name: of the target, for messages.
-        tools: functions that the target may call, in OpenAI's form.
-        has_opening: the text ends with the opening of the assistant's turn.
-
-    Raises:
-        ValueError: there is no template, or the template refuses the messages or breaks on them.
-        MemoryError: the template takes more memory than this process may have.
+    ValueError: there is no template, or the template refuses the messages or breaks on them. MemoryError: the template
+    takes more memory than this process may have.
     """
     if not tokenizer.chat_template:
         raise ValueError(f"target {name!r} has no chat template: give raw text (`decode --raw`)")
@@ -142,12 +133,8 @@ def encode_chat(
 
 
 def escaped(tokenizer: Any, text: str) -> str:
-    """The text with a space behind the first character of every special token, which so is read as plain text.
-
-    ``a<|end|>b`` becomes ``a< |end|>b``.
-
-    Raises:
-        ValueError: a special token remains, as a tokenizer that ignores case may read one.
+    """The text with a space behind the first character of every special token, which so is read as plain text: ``a<
+    |end|>b`` for ``a<|end|>b`` (ValueError: a special token remains, as a tokenizer that ignores case may read one).
     """
     special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     for token in sorted((token for token in special.values() if len(token.strip()) > 1), key=len, reverse=True):
@@ -158,15 +145,8 @@ def escaped(tokenizer: Any, text: str) -> str:
 
 
 def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: str) -> list[Any]:
-    """``[function(item) for item in items]``, computed in a fork of this process with the limits above for each item.
-
-    Args:
-        function: returns a JSON value; uses neither torch nor threads.
-        items: arguments of the calls.
-        what: name of the program, for messages: "the chat template of 'x'".
-
-    Raises:
-        ValueError: of the function, or a limit was reached.
+    """``[function(item) for item in items]``, computed in a :class:`Fork` with the limits above for each item
+    (ValueError: of the function, or a limit was reached).
     """
     fork = Fork(lambda index: function(items[index]), what)
     try:
@@ -176,11 +156,8 @@ def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: st
 
 
 class ForkError(ValueError):
-    """A :class:`Fork` has no value for an item.
-
-    Attributes:
-        reason: ``time`` or ``memory``, of which a limit was reached; ``ended``, by itself or a signal; or the type of
-            the cause of the function's error.
+    """A :class:`Fork` has no value for an item. ``reason``: ``time`` or ``memory``, of which a limit was reached;
+    ``ended``, by itself or a signal; or the type of the cause of the function's error.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -189,15 +166,12 @@ class ForkError(ValueError):
 
 
 class Fork:
-    """A fork of this process that computes one function, with the limits above for each item.
+    """A fork of this process that computes one function, with the limits above for each item. The function takes and
+    returns a JSON value, and uses neither torch nor threads; ``what`` names the program in messages.
 
     The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds, and
     keeps every page that this process changes later. After a limit was reached, the next call forks again. Where the
     system has no forks, the function runs in this process.
-
-    Args:
-        function: takes and returns a JSON value; uses neither torch nor threads.
-        what: name of the program, for messages.
     """
 
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:

@@ -26,11 +26,11 @@ Ends = Iterable[tuple[str, float, float]]  # name, first and last entry of matri
 
 
 def fingerprint_of(output_weight_VD: Tensor, ends: Ends = ()) -> str:
-    """A sample of a target's weights that tells targets apart, as bfloat16 values in hex.
+    """A sample of a target's weights that tells targets apart, as bfloat16 values in hex: 32 evenly spread entries of
+    the output matrix, then the sorted ends of the matrices of each layer. Depends on neither device nor file format.
 
-    32 evenly spread entries of the output matrix come first, then the sorted ends of the matrices of each layer.
     Compared with a tolerance (:func:`drafter.utils.fingerprint.same_fingerprint`), because a float16 copy of the
-    weights rounds a little differently. Depends on neither device nor file format.
+    weights rounds a little differently.
     """
     flat = output_weight_VD.reshape(-1)
     return fingerprint_of_sample(flat[sample_index(flat.numel()).to(flat.device)], ends)
@@ -42,7 +42,6 @@ def sample_index(num_entries: int) -> Tensor:
 
 
 def fingerprint_of_sample(sample: Tensor, ends: Ends = ()) -> str:
-    """The fingerprint of the sampled entries of an output matrix."""
     values: list[float] = sample.float().tolist()
     layers: dict[int, list[float]] = defaultdict(list)
     for name, first, last in ends:
@@ -62,12 +61,9 @@ def ends_in_model(decoder: nn.Module) -> Iterator[tuple[str, float, float]]:
 
 
 def ends_in_files(files: Sequence[Path]) -> Iterator[tuple[str, float, float]]:
-    """The ends of the matrices of plain numbers in safetensors files, of which only these entries are read.
-
-    Where files are named model*, as transformers names them, the others are copies in another layout, or adapters.
-
-    Raises:
-        OSError, SafetensorError: a file cannot be read.
+    """The ends of the matrices of plain numbers in safetensors files, of which only these entries are read (OSError or
+    SafetensorError: a file cannot be read). Where files are named model*, as transformers names them, the others are
+    copies in another layout, or adapters.
     """
     for path in [path for path in files if path.name.startswith("model")] or files:
         with safe_open(path, framework="pt") as file:

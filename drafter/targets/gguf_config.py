@@ -26,12 +26,9 @@ _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "paddin
 
 
 def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any], numbers: Callable[[str], Any]) -> Any:
-    """The configuration of a file; None for an architecture that transformers reads whole.
-
-    Args:
-        value: of a key of the header, None where there is none; ARCH stands for the architecture's name.
-        tensors: the file's, by name, with ``shape``, outermost size first.
-        numbers: of a float32 tensor.
+    """The configuration of a file; None for an architecture that transformers reads whole. ``value`` gives that of a
+    key of the header, None where there is none (ARCH stands for the architecture's name), ``numbers`` those of a
+    float32 tensor.
     """
     from transformers import AutoConfig
 

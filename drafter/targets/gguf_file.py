@@ -61,14 +61,12 @@ _CUTS = {name: patterns for patterns, names in _RULES.items() for name in names.
 
 
 def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
-    """Write `file`'s model as configs, model.safetensors (float32), tokenizer and chat template.
+    """Write `file`'s model into a folder that exists, as configs, tokenizer and chat template, and model.safetensors
+    (float32) if ``has_weights``, which takes the model's float32 size of memory. The caller makes the folder visible
+    under its final name only when this has returned.
 
-    `folder` must exist; the caller makes it visible under its final name only when this has returned. Needs the
-    model's float32 size of memory. Without `has_weights` the folder gets no model.safetensors.
-
-    Raises:
-        ValueError: the file is damaged, holds tensors that its model does not read, or its architecture, its rotation
-            of positions or the cuts of its tokenizer are unknown.
+    ValueError: the file is damaged, holds tensors that its model does not read, or its architecture, its rotation of
+    positions or the cuts of its tokenizer are unknown.
     """
     try:
         header = read_header(file, has_lists=True)
@@ -183,10 +181,8 @@ def _check_tensors(header: Header, config: Any) -> str:
 
 
 def _rotate(config: Any, header: Header) -> str:
-    """Give the config the scaled rotation of positions that the file names, which transformers does not read.
-
-    Returns:
-        What is not known of the file's rotation; empty where the config has all of it.
+    """Give the config the scaled rotation of positions that the file names, which transformers does not read; what is
+    not known of the rotation, empty where the config has all of it.
     """
     unknown = "turns positions in a way that is not known here (%s)"
     rope = getattr(config, "rope_parameters", None) or {}
@@ -274,10 +270,8 @@ def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
 
 
 def _cut(tokenizer: Any, header: Header) -> str:
-    """Let a byte-level tokenizer cut a text by the rule that the file names, where transformers does not know most.
-
-    Returns:
-        What is not known; empty for a known rule, or for a file that names none.
+    """Let a byte-level tokenizer cut a text by the rule that the file names, where transformers does not know most;
+    what is not known, empty for a known rule, or for a file that names none.
     """
     name = _value(header, "tokenizer.ggml.pre")
     if _value(header, "tokenizer.ggml.model") != "gpt2" or name in (None, "default"):

@@ -28,14 +28,9 @@ class Info(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a file.
-
-    Attributes:
-        values: by key; a list is None unless lists were asked for.
-        tensors: by the file's names.
-        small: the header with the vocabulary's size in place of its lists, as the beginning of a file of the format, up
-            to its tensors; where lists were asked for.
-        memory: the mapped file, uint8.
+    """The header of a file: values by key, a list being None unless lists were asked for; and tensors by the file's
+    names. ``small`` is the header with the vocabulary's size in place of its lists, as the beginning of a file of the
+    format, up to its tensors; where lists were asked for. ``memory`` is the mapped file, uint8.
     """
 
     values: dict[str, Any]
@@ -45,10 +40,8 @@ class Header(NamedTuple):
 
 
 def read_header(file: Path, *, has_lists: bool = False) -> Header:
-    """The header of a GGUF file, with its lists of the vocabulary or without.
-
-    Raises:
-        ValueError: a header that does not describe its file; names the file.
+    """The header of a GGUF file, with its lists of the vocabulary or without (ValueError: a header that does not
+    describe its file; names the file).
     """
     memory = mapped(file)
     try:
@@ -140,8 +133,6 @@ def _read(memory: np.ndarray, has_lists: bool) -> Header:
 
 
 class _File(mmap.mmap):
-    """A mapped file with a descriptor of its own."""
-
     descriptor: int
 
 
@@ -157,10 +148,8 @@ def mapped(file: Path) -> np.ndarray:
 
 
 def whole(data: np.ndarray) -> np.ndarray:
-    """A copy of a part of :func:`mapped`, so that no page of the file stays in this process; other bytes themselves.
-
-    Raises:
-        ValueError: the file was shortened; whoever touched the missing bytes where they lay would end the process.
+    """A copy of a part of :func:`mapped`, so that no page of the file stays in this process; other bytes themselves
+    (ValueError: the file was shortened; whoever touched the missing bytes would end the process).
     """
     root: Any = data
     while isinstance(root.base, np.ndarray):

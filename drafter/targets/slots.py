@@ -43,31 +43,22 @@ class TargetOutput(NamedTuple):
 
 
 class Window(NamedTuple):
-    """How far a windowed attention layer sees.
-
-    Attributes:
-        kind: ``sliding``: a token sees itself and the ``size`` - 1 positions before its own. ``chunked``: positions are
-            cut into chunks of ``size``, and a token sees its own chunk only.
-        size: tokens.
+    """How far a windowed attention layer sees, in tokens. ``sliding``: a token sees itself and the ``size`` - 1
+    positions before its own. ``chunked``: positions are cut into chunks of ``size``, and a token sees its own chunk
+    only.
     """
 
     kind: Literal["sliding", "chunked"]
     size: int
 
     def mask(self, query_position_BT: Tensor, key_position_BS: Tensor) -> Tensor:
-        """Which keys lie inside the window of each query, later keys included; combine with a causal or tree mask.
+        """Which keys lie inside the window of each query, later keys included, bool [B, 1, T, S]; combine with a causal
+        or tree mask.
 
         For a sliding window of 2, queries at positions [1, 3] and keys at positions 0 .. 3::
 
             [[1, 1, 1, 1],
              [0, 0, 1, 1]]
-
-        Args:
-            query_position_BT: int64 [B, T].
-            key_position_BS: position of the token in each slot, int64 [B, S].
-
-        Returns:
-            bool [B, 1, T, S].
         """
         query_BT1, key_B1S = query_position_BT[:, :, None], key_position_BS[:, None, :]
         if self.kind == "chunked":

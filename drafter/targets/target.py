@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafter.targets.chat import Chat, Fork, encode_chat, encode_pieces, encode_text, is_longer, texts_of, what_runs
 from drafter.targets.slots import Slots, TargetOutput
@@ -21,26 +21,20 @@ MAX_POSITIONS = 2**31 - 1  # of a target that states no number, or a larger one
 
 
 class Target:
-    """A frozen decoder-only causal language model with plain key/value attention.
-
-    Made by :func:`drafter.runtimes.loading.load_target` and :func:`drafter.runtimes.loading.wrap_model`.
+    """A frozen decoder-only causal language model with plain key/value attention, made by
+    :func:`drafter.runtimes.loading.load_target` and :func:`drafter.runtimes.loading.wrap_model`.
 
     Attributes:
         runtime: computes forwards (:mod:`drafter.runtimes.base`).
         tokenizer: of the model, or None.
         config: the model's configuration, of transformers.
         name: what the user called it.
-        fingerprint: sample of the weights (:func:`drafter.targets.fingerprint.fingerprint_of`) and the scheme of
-            rounding.
+        fingerprint: sample of the weights (:func:`drafter.targets.fingerprint.fingerprint_of`) and scheme of rounding.
         revision: hub revision, or None.
         quantization: scheme of the weights' rounding after loading, or ``none``.
         num_layers: decoder layers.
         max_length: context window in tokens.
         eos_token_ids: the tokens that end an answer.
-
-    Args:
-        generation_config: of the model, or None.
-        others: see the attributes.
     """
 
     def __init__(
@@ -70,8 +64,6 @@ class Target:
     dtype = property(attrgetter("runtime.dtype"), doc="Floating point type of embeddings and hidden states.")
     vocab_size = property(attrgetter("runtime.vocab_size"), doc="V, rows of the output matrix.")
     hidden_size = property(attrgetter("runtime.hidden_size"), doc="D, columns of the output matrix.")
-    embedding_weight_VD = property(attrgetter("runtime.embedding_weight_VD"), doc="Input embeddings as plain numbers.")
-    output_weight_VD = property(attrgetter("runtime.output_weight_VD"), doc="The output matrix as plain numbers.")
 
     @cached_property
     def num_tokens(self) -> int:
@@ -79,20 +71,12 @@ class Target:
         tokens = self.tokenizer.get_vocab().values() if self.tokenizer is not None else ()
         return min(max(tokens, default=self.vocab_size - 1) + 1, self.vocab_size)
 
-    def output_rows(self, token_X: Tensor) -> Tensor:
-        """Rows of the output matrix as plain numbers: int64 [X] -> [X, D]."""
-        return self.runtime.output_rows(token_X)
-
-    def embed(self, token_BT: Tensor) -> Tensor:
-        """Input embeddings as the model's first layer gets them: int64 [..., T] -> [..., T, D]."""
-        return self.runtime.embed(token_BT)
-
     def forward(
         self, token_BT: Tensor, slots: Slots | None = None, cache: Any = None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
         """Run the decoder without its output matrix: token ids int64 [B, T] -> hidden [B, T, D] and context [B, T, C].
 
-        :meth:`drafter.runtimes.base.Runtime.forward` documents the arguments. ``cache`` is one of :meth:`new_cache`.
+        :meth:`drafter.runtimes.base.Runtime.forward` documents the arguments. ``cache`` is one of the runtime.
         """
         assert (slots is None) == (cache is None), "slots are those of a cache"
         return self.runtime.forward(token_BT, slots, cache, context_layers)
@@ -100,18 +84,6 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """Output logits [..., V] of final hidden states [..., D], with the model's own scaling or soft cap."""
         return self.runtime.logits(hidden)
-
-    def new_cache(self, num_rows: int, num_slots: int) -> Any:
-        """An empty cache of ``num_rows`` rows and ``num_slots`` slots (:class:`drafter.runtimes.base.RowCache`)."""
-        return self.runtime.new_cache(num_rows, num_slots)
-
-    def final_norm(self) -> nn.Module:
-        """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm.
-
-        Raises:
-            ValueError: the weights are spread over processes, or the target has no such module.
-        """
-        return self.runtime.final_norm(self.name)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens the tokenizer adds by itself."""
@@ -123,19 +95,15 @@ class Target:
         return self.encode_chats([Chat(messages, tools)])[0]
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
-        """Token ids of conversations up to the opening of the assistant's turn, by the tokenizer's own template.
-
-        The template is a stranger's program: it runs with limits of time and memory.
-
-        Raises:
-            ValueError: there is no template, or the template refuses the messages or reaches a limit.
+        """Token ids of conversations up to the opening of the assistant's turn, by the tokenizer's own template, a
+        stranger's program, which runs with limits of time and memory (ValueError: there is no template, or the template
+        refuses the messages or reaches a limit).
         """
         self._tokenizer()
         return self.encoder.map([[list(chat.messages), list(chat.tools), False, None] for chat in chats])
 
     @cached_property
     def encoder(self) -> Fork:
-        """The target's own :meth:`new_encoder`."""
         return self.new_encoder()
 
     def new_encoder(self) -> Fork:
@@ -159,7 +127,6 @@ class Target:
         return Fork(encode, f"{what_runs(name)}, or the tokenizer,")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def _tokenizer(self) -> Any:
@@ -169,7 +136,6 @@ class Target:
 
 
 def _eos_token_ids(*owners: Any) -> tuple[int, ...]:
-    """Stop tokens: of the generation config, else of the config, else of the tokenizer."""
     for owner in owners:
         found = getattr(owner, "eos_token_id", None)
         if found is not None:

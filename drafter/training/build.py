@@ -119,7 +119,7 @@ def measure_scales(target: Target, prompts: list[list[int]]) -> tuple[float, flo
     squares: list[Tensor] = []
     for prompt in prompts:
         token_BT = torch.tensor([prompt[:256]], device=target.device)
-        states = torch.cat([target.forward(token_BT).hidden_BTD, target.embed(token_BT)]).float()
+        states = torch.cat([target.forward(token_BT).hidden_BTD, target.runtime.embed(token_BT)]).float()
         squares.append(states.square().mean(dim=-1))
     scales = torch.cat(squares, dim=1).mean(dim=1).clamp_min(1e-12).rsqrt().tolist()
     return float(f"{scales[0]:.3g}"), float(f"{scales[1]:.3g}")

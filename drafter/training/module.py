@@ -49,7 +49,7 @@ class Teacher:
         rows_RD = drafter.output_rows_RD  # of a tied head: the same rows
         if rows_RD is None:
             is_whole = len(self._ids_R) == target.vocab_size
-            rows_RD = target.output_weight_VD if is_whole else target.output_rows(self._ids_R)
+            rows_RD = target.runtime.output_weight_VD if is_whole else target.runtime.output_rows(self._ids_R)
         self.weight_RD = rows_RD.to(dtype).contiguous()
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class DrafterModule(LightningModule):
         states, hiddens = [], []
         for depth, num in enumerate(pairs.num_starts, 1):
             next_A = (pairs.start_A[:num] + depth).clamp(max=len(token_X) - 1)
-            embedding_AD = self.teacher.target.embed(token_X[next_A])
+            embedding_AD = self.teacher.target.runtime.embed(token_X[next_A])
             state_AD = self.drafter.step(state_AD[:num], embedding_AD)
             states.append(state_AD)
             hiddens.append(hidden_AD[:num])

@@ -126,7 +126,7 @@ def test_a_row_that_training_cut_is_the_beginning_of_its_file(target: Target, tm
 def test_the_final_norm_is_found(name: str) -> None:
     target = wrap_model(build(TARGETS[name]()), name=name)
     seen = []
-    norm = target.final_norm()
+    norm = target.runtime.final_norm()
     last = [module for module in target.model.modules() if type(module) is type(norm)][-1]
     hook = last.register_forward_hook(lambda module, given, output: seen.append((given[0], output)))
     target.forward(torch.tensor([[5, 6, 7, 8]]))

@@ -56,7 +56,7 @@ def train_on_texts(drafter: RecurrentDrafter, target: Target, text_BT: Tensor, n
     num_positions = text_BT.shape[1] - _UNROLL - 1
     with torch.no_grad():
         context_BTC = target.forward(text_BT, context_layers=drafter.config.context_layers).context_BTC
-        window_BPLD = target.embed(text_BT)[:, 1:-1].unfold(1, _UNROLL, 1).transpose(2, 3)
+        window_BPLD = target.runtime.embed(text_BT)[:, 1:-1].unfold(1, _UNROLL, 1).transpose(2, 3)
     place_V = torch.full((drafter.config.vocab_size,), -100)
     place_V[drafter.draft_token_ids_R] = torch.arange(len(drafter.draft_token_ids_R))
     label_BPL = place_V[text_BT[:, 2:].unfold(1, _UNROLL, 1)]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from drafter.decoding.sampling import argmax
 from drafter.kernels import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
@@ -62,6 +63,17 @@ def stored_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> tuple[np
             rows[:, :, place : place + 2] = scale
         rows = rows.reshape(outputs, -1)
     return rows, torch.from_numpy(gguf.quants.dequantize(rows, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [6144, 6151, 61])
+def test_argmax_is_the_lowest_index_among_equals(instructions: str, dtype: torch.dtype, size: int) -> None:
+    # Few different values, so that every row holds its largest one many times.
+    values = torch.randint(5, (3, 7, size), generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(argmax(values), (values == 4).int().argmax(-1))
+    values = torch.full((2, size), -torch.inf)
+    values[1, 7] = torch.nan
+    assert argmax(values).tolist() == [0, 7]
 
 
 def packed(name: str, rows: np.ndarray, inputs: int, *, is_rounded: bool = False, bias: torch.Tensor | None = None):

@@ -29,7 +29,7 @@ def test_a_packed_model_computes_and_counts_the_same() -> None:
     model = copy.deepcopy(plain.model)
     output = model.get_output_embeddings()
     assert pack_linears(model, keep=(output,)) > 4
-    assert torch.equal(model.get_output_embeddings().weight, plain.output_weight_VD)
+    assert torch.equal(model.get_output_embeddings().weight, plain.runtime.output_weight_VD)
     token_BT = torch.randint(0, plain.vocab_size, (2, 9))
     with torch.no_grad():
         assert torch.allclose(model(token_BT).logits, plain.model(token_BT).logits, atol=1e-5)

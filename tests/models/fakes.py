@@ -22,6 +22,10 @@ class FakeTarget:
     def __post_init__(self) -> None:
         self.output_weight_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(7))
 
+    @property
+    def runtime(self) -> "FakeTarget":
+        return self
+
     def output_rows(self, token_X: Tensor) -> Tensor:
         return self.output_weight_VD[token_X]
 

@@ -82,16 +82,9 @@ class Case:
         self.drafter.set_draft_token_ids(torch.randperm(self.vocab_size)[: self.draft_size].sort().values)
         embedding_VD = torch.randn(self.vocab_size, D)
         self.embed = lambda token: embedding_VD[token]
-        self._target = FakeTarget(
-            name="t",
-            vocab_size=self.vocab_size,
-            hidden_size=D,
-            fingerprint="",
-            embed=self.embed,
-            embedding_weight_VD=embedding_VD,
-            runtime=None,
-            device=torch.device("cpu"),
-        )
+        runtime = SimpleNamespace(embed=self.embed, embedding_weight_VD=embedding_VD)
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": D}
+        self._target = FakeTarget(name="t", fingerprint="", runtime=runtime, device=torch.device("cpu"), **sizes)
         texts = [[0] * rng.randrange(50) + [rng.randrange(self.vocab_size)] for _ in self.params]
         self.rows = rows_of(texts)._replace(
             context_BC=torch.randn(self.num_rows, D),

@@ -57,7 +57,7 @@ def check_trees_over_ragged_rows(target: Target, plain: Target) -> None:
     """Trees of ``target`` give what paths give in ``plain``, before and after compaction."""
     generator = torch.Generator().manual_seed(1)
     texts = [tokens(size, seed=size).tolist() for size in (1, 4, 9)]
-    cache = target.new_cache(3, NUM_SLOTS)
+    cache = target.runtime.new_cache(3, NUM_SLOTS)
     prefill(target, cache, texts)
     for seed in (2, 3):
         length_B = torch.tensor([len(text) for text in texts])
@@ -101,11 +101,11 @@ def test_logits_are_the_models_own(name: str) -> None:
     got_BTV = target.logits(target.forward(token_BT).hidden_BTD)
     assert torch.allclose(got_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
     assert target.vocab_size == VOCAB and target.hidden_size == 32 and target.num_layers == 2
-    assert target.embed(token_BT).shape == (2, 6, 32)
+    assert target.runtime.embed(token_BT).shape == (2, 6, 32)
     # Where the target says so, they are the output matrix times the hidden state.
     assert target.traits.has_plain_logits == (name not in ("Gemma2", "Cohere", "Cohere2", "Granite", "GPTJ"))
     if target.traits.has_plain_logits:
-        product_BTV = target.forward(token_BT).hidden_BTD @ target.output_weight_VD.T
+        product_BTV = target.forward(token_BT).hidden_BTD @ target.runtime.output_weight_VD.T
         assert torch.allclose(product_BTV, wanted_BTV, atol=1e-5, rtol=1e-5)
     # Right padding changes nothing before it.
     padded_BT = torch.cat([token_BT, torch.zeros(2, 3, dtype=torch.int64)], dim=1)
@@ -171,7 +171,7 @@ def test_soft_cap_is_found_even_where_logits_are_small() -> None:
 def test_sixteen_bit_models_pass_the_checks_and_keep_their_fingerprint(dtype: torch.dtype) -> None:
     for name, other in (("Llama", "Gemma2"), ("Gemma2", "GPT2"), ("GPT2", "Llama")):
         target = wrap_model(build(TARGETS[name](), std=0.02).to(dtype), name=name)
-        assert target.dtype == target.new_cache(1, 8).layer(0)[0].dtype == dtype
+        assert target.dtype == target.runtime.new_cache(1, 8).layer(0)[0].dtype == dtype
         plain, different = (build(TARGETS[kind](), std=0.02).get_output_embeddings() for kind in (name, other))
         assert same_fingerprint(target.fingerprint, fingerprint_of(plain.weight))
         assert not same_fingerprint(target.fingerprint, fingerprint_of(different.weight))

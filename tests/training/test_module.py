@@ -99,7 +99,7 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
                 for k in range(1, 4):
                     if t + 1 + k >= len(row):
                         break
-                    state = drafter.step(state, target.embed(torch.tensor(row[t + k])))
+                    state = drafter.step(state, target.runtime.embed(torch.tensor(row[t + k])))
                     if t + 2 < 3 or row[t + 1 + k] not in ids:
                         break
                     log_p = target.logits(hidden[t + k])[ids].log_softmax(dim=-1)

@@ -23,12 +23,9 @@ PLACE_SIZE = 1 + len(_SHIFTS)
 
 
 class Text:
-    """The texts of a forward's rows: token ids in the slots of a layer's key/value cache of any number format.
-
-    Args:
-        cache_PHJX: the layer's cache, which nobody reads as numbers; the elements of a slot lie side by side.
-        block_BM: the blocks of every row, in order.
-        num_slots: of the longest row, or more.
+    """The texts of a forward's rows: token ids in the slots of a layer's key/value cache of any number format, which
+    nobody reads as numbers. The blocks of every row stand in order; ``num_slots`` are those of the longest row, or
+    more.
     """
 
     def __init__(self, cache_PHJX: Tensor, block_BM: Tensor, num_slots: int) -> None:
@@ -47,29 +44,22 @@ class Text:
 
 
 def encode_place(before_TX: Tensor, position_T: Tensor) -> Tensor:
-    """The numbers of a state that has read one more token.
-
-    Zeros are a state that has read nothing: its first token, at ``position``, is a root.
+    """The numbers [T, 4] of a state that has read one more token, from those before and the token's slot. Zeros are a
+    state that has read nothing: its first token is a root.
 
     >>> first = encode_place(torch.zeros(1, 4), torch.tensor([70000]))
     >>> first
     tensor([[  1., 112.,  17.,   1.]])
     >>> decode_place(encode_place(first, torch.tensor([70001])))
     (tensor([70000]), tensor([1]))
-
-    Args:
-        before_TX: the numbers before, [T, 4].
-        position_T: slot of the token.
     """
     byte_TX = (position_T[:, None] >> torch.tensor(_SHIFTS, device=before_TX.device) & 255).to(before_TX.dtype)
     return torch.cat([before_TX[:, :1] + 1, before_TX[:, 1:].where(before_TX[:, :1] > 0, byte_TX)], dim=1)
 
 
 def decode_place(number_BX: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the text of a state ends, from the numbers of :func:`encode_place`, [B, 4].
-
-    Returns:
-        The slot of the root, and how many tokens of the chain behind the root the state has read, int64 [B] each.
+    """Where the text of a state ends, from the numbers of :func:`encode_place`, [B, 4]: the slot of the root, and how
+    many tokens of the chain behind the root the state has read, int64 [B] each.
     """
     number_BX = number_BX.long()
     root_B = (number_BX[:, 1:] << torch.tensor(_SHIFTS, device=number_BX.device)).sum(1)
@@ -77,11 +67,8 @@ def decode_place(number_BX: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CopyMixer:
-    """Mixes copies into logits by the rule of :mod:`drafter.proposers.copying`.
-
-    Args:
-        token_R: token ids of the draft vocabulary, int64.
-        vocab_size: V.
+    """Mixes copies into logits by the rule of :mod:`drafter.proposers.copying`; ``token_R`` is the draft vocabulary,
+    int64.
     """
 
     def __init__(self, token_R: Tensor, vocab_size: int) -> None:
@@ -91,14 +78,11 @@ class CopyMixer:
         self._odds_X = torch.tensor((0.0, *SHARES), device=token_R.device).logit()
 
     def mix_copies(self, logits_BR: Tensor, token_BS: Tensor, number_BX: Tensor) -> Tensor:
-        """Logits of the mixture over the target's vocabulary, float32 [B, V]; -inf for tokens that cannot follow.
+        """Logits of the mixture over the target's vocabulary, float32 [B, V]; -inf for tokens that cannot follow. As in
+        our engine, the last tokens may be drafted, and their earlier occurrences end before the root.
 
-        As in our engine, the last tokens may be drafted, and their earlier occurrences end before the root.
-
-        Args:
-            logits_BR: of the draft vocabulary; float32 logits are changed in place.
-            token_BS: token ids by slot; entries behind the last drafted token are undefined. int64.
-            number_BX: of the states, as :func:`encode_place` wrote them, [B, 4].
+        float32 logits are changed in place; ``token_BS`` is int64 by slot, undefined behind the last drafted token;
+        ``number_BX`` are the states' [B, 4] of :func:`encode_place`.
         """
         vocab_size, last_slot = len(self._index_V), token_BS.shape[1] - 1
         # A window of the target frees blocks, and their slots hold anything.

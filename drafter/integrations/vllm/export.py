@@ -27,16 +27,10 @@ _CARD = Path(__file__).parent / "card.md"
 
 
 def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copying: bool) -> None:
-    """Write the files of a drafter into a folder that exists. vLLM converts the weights to the target's number format.
+    """Write the files of a drafter of a target with plain weights into a folder that exists. vLLM converts the weights
+    to the target's number format.
 
-    Args:
-        folder: the folder.
-        drafter: any head and blocks; its context is the last hidden state, or several layers (``fused``).
-        target: the drafter's, with plain weights.
-        copying: mix the drafts with copies from the text.
-
-    Raises:
-        ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
+    ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
     """
     layers, last = drafter.config.context_layers, target.num_layers
     if layers and (layers[-1] != last or max(layers) > last or len(set(layers)) < len(layers)):
@@ -52,7 +46,7 @@ def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copyi
     config.target_fingerprint = config.target_fingerprint or target.fingerprint
     tensors: dict[str, Tensor] = dict(drafter.state_dict()) | {plugin.FINAL_NORM: gain_D}
     if config.head == "tied" and not plugin.shares_head(config):
-        tensors[plugin.OUTPUT_ROWS] = target.output_rows(drafter.draft_token_ids_R)
+        tensors[plugin.OUTPUT_ROWS] = target.runtime.output_rows(drafter.draft_token_ids_R)
     tensors = {
         name: tensor.detach().cpu().to(drafter.dtype if tensor.is_floating_point() else None).contiguous()
         for name, tensor in tensors.items()
@@ -97,16 +91,11 @@ def _config(config: DrafterConfig, target: Target, epsilon: float, dtype: torch.
 
 
 def _rms_norm_of(target: Target) -> tuple[Tensor, float]:
-    """Gain [D] and epsilon of the target's final norm, whatever form its weights have (Gemma's add 1 to them).
-
-    >>> F.rms_norm(torch.ones(1, 2), (2,), torch.tensor([3.0, 4.0]), 0.0)
-    tensor([[3., 4.]])
-
-    Raises:
-        ValueError: there is none, or the norm is no root mean square norm with a gain.
+    """Gain [D] and epsilon of the target's final norm, whatever form its weights have (Gemma's add 1 to them);
+    ValueError: there is none, or the norm is no root mean square norm with a gain.
     """
     try:
-        norm = target.final_norm().float()
+        norm = target.runtime.final_norm().float()
     except ValueError as error:
         raise ValueError(f"{_REFUSAL}: target {target.name!r} has no final norm") from error
     named = [getattr(norm, name, None) for name in _EPSILON_NAMES]
@@ -125,14 +114,12 @@ def _rms_norm_of(target: Target) -> tuple[Tensor, float]:
 
 
 def _embedding_scale(target: Target) -> float:
-    """The factor between the target's input embeddings and the rows of its matrix, which vLLM's embeddings lack.
-
-    Raises:
-        ValueError: the embeddings are no multiple of the rows.
+    """The factor between the target's input embeddings and the rows of its matrix, which vLLM's embeddings lack
+    (ValueError: the embeddings are no multiple of the rows).
     """
     token_T = torch.linspace(0, target.vocab_size - 1, 64, device=target.device).long()
-    row_TD = target.embedding_weight_VD[token_T].float()
-    embedding_TD = target.embed(token_T).float()
+    row_TD = target.runtime.embedding_weight_VD[token_T].float()
+    embedding_TD = target.runtime.embed(token_T).float()
     scale = float((embedding_TD * row_TD).sum() / row_TD.square().sum())
     tolerance = 1e-4 if target.dtype == torch.float32 else 2e-2
     if not torch.allclose(embedding_TD, scale * row_TD, rtol=tolerance, atol=tolerance * float(row_TD.abs().max())):

@@ -112,7 +112,6 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         self._text: Text | None = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Build the drafter of the folder's tensors; ValueError naming a tensor that is missing or does not fit."""
         config, tensors = self._drafter_config, dict(weights)
         self.final_norm.copy_(_take(tensors, FINAL_NORM, config.hidden_size))
         rows = None
@@ -185,7 +184,6 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         return text
 
     def _parts(self, state_TE: Tensor) -> list[Tensor]:
-        """h, s, and the numbers of the copies."""
         size = self._drafter_config.hidden_size
         return list(state_TE.split([size, size, self._num_more], dim=-1))
 
@@ -197,7 +195,6 @@ def _warn_of_no_blocks(name: str) -> None:
 
 
 def _take(tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
-    """Remove a tensor that the target lends from the folder's tensors."""
     if name not in tensors or tensors[name].shape != shape:
         raise ValueError(f"the drafter's folder lacks tensor {name!r} of shape {list(shape)}: export it again")
     return tensors.pop(name)

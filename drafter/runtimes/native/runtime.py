@@ -336,8 +336,7 @@ class NativeRuntime:
         cap = self.description.logit_cap
         return torch.tanh(product / cap) * cap if cap else product
 
-    def final_norm(self, target_name: str) -> torch.nn.Module:
-        """The norm behind the last layer as a module (:meth:`drafter.targets.target.Target.final_norm`)."""
+    def final_norm(self) -> torch.nn.Module:
         weight, bias = (self.vectors.get(f"model.norm.{part}") for part in ("weight", "bias"))
         assert weight is not None, "every described model has one"
         kind: Any = torch.nn.RMSNorm if bias is None else torch.nn.LayerNorm

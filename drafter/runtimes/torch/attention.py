@@ -21,7 +21,6 @@ OPAQUE_ATTENTION = "drafter_sdpa_opaque"  # the same, which a compiler leaves al
 
 
 def use_folded_attention(model: "PreTrainedModel") -> None:
-    """Switch a model that runs with SDPA over to :func:`folded_attention`."""
     if model.config._attn_implementation == "sdpa":
         set_attention(model, FOLDED_ATTENTION, folded_attention)
 
@@ -46,19 +45,11 @@ def folded_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot product attention under a mask that all heads share.
+    """Scaled dot product attention under a mask that all heads share: query [B, H, N, K], key and value [B, G, S, K],
+    of the dtype that is computed in -> [B, N, H, K] in the query's dtype, and no weights.
 
-    Args:
-        module: the model's attention layer.
-        query: [B, H, N, K].
-        key, value: [B, G, S, K]; head h reads those of head h // R. Of the dtype that is computed in.
-        attention_mask: [B, 1, N, S], bool or added to the scores.
-        dropout: as transformers calls it; none is applied to a frozen model.
-        scaling: of the scores.
-        **kwargs: of other attention implementations.
-
-    Returns:
-        [B, N, H, K] in the query's dtype, and no weights.
+    Head h reads key and value h // R. The mask [B, 1, N, S] is bool or added to the scores; ``dropout`` is not applied,
+    because the model is frozen; ``kwargs`` are of other attention implementations.
     """
     dtype, query = query.dtype, query.to(key.dtype)
     if attention_mask is not None and attention_mask.is_floating_point():

@@ -17,21 +17,16 @@ from transformers.cache_utils import Cache, StaticLayer
 
 
 class LayerShape(NamedTuple):
-    """What the attention of one layer stores for a token."""
-
     num_heads: int
     key_dim: int
     value_dim: int
 
 
 class CacheShape(NamedTuple):
-    """What a target's attention stores for a token: found by a probe, not read from a configuration."""
-
     layers: tuple[LayerShape, ...]
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have one shape."""
         return len(set(self.layers)) == 1
 
     def num_bytes(self, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
@@ -62,21 +57,12 @@ def cache_keyword(decoder: nn.Module) -> str:
 
 
 class SlotCache(Cache):
-    """Static K/V of ``num_rows`` rows and ``num_slots`` slots; one spare slot behind each row takes padding.
+    """Static K/V of ``num_rows`` rows and ``num_slots`` slots on a device, or on each layer's; one spare slot behind
+    each row, never visible, takes padding. ``rows`` and ``window`` are the rows of the next forward, and the slots that
+    its attention looks at.
 
-    One tensor holds the keys of all layers of one shape on one device and one the values, so that moving accepted
-    slots is one gather and one scatter for most models, however many layers they have.
-
-    Args:
-        shape: what a token stores.
-        num_rows, num_slots: B, S.
-        dtype: of what is stored.
-        device: where; or the device of every layer.
-
-    Attributes:
-        spare_slot: index of the slot that takes the writes of padding; never visible.
-        rows: that take part in the next forward, a slice.
-        window: slots that attention looks at in the next forward.
+    One tensor holds the keys of all layers of one shape on one device and one the values, so that moving accepted slots
+    is one gather and one scatter for most models, however many layers they have.
     """
 
     def __init__(
@@ -103,12 +89,9 @@ class SlotCache(Cache):
         self.window = num_slots
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
-        """Say where the next forward writes and what it sees.
-
-        Args:
-            slot_BT: slot of every token, int64 [B, T]; B rows from ``first_row`` on run in this forward.
-            first_row: first row of the cache that takes part.
-            num_visible: slots that attention looks at (the mask's last dimension); all of them when None.
+        """Say where the next forward writes and what it sees: tokens of the rows from ``first_row`` on go to
+        ``slot_BT``, int64, and attention looks at ``num_visible`` slots (the mask's last dimension); all of them when
+        None.
         """
         num_rows = slot_BT.shape[0]
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)
@@ -120,14 +103,8 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatter one layer's new keys and values to their planned slots (called by the model's attention).
-
-        Args:
-            key_states, value_states: [B, H, T, K].
-            layer_idx: the layer.
-
-        Returns:
-            The visible keys and values of the rows that run, [B, H, S, K]; views.
+        """Scatter one layer's new keys and values [B, H, T, K] to their planned slots (called by the model's
+        attention); the visible ones of the rows that run, [B, H, S, K], views.
         """
         row_B1, slot_BT = self._places[layer_idx][0].row_B1[self.rows], self._places[layer_idx][0].slot_BT
         keys, values = self.layer(layer_idx)
@@ -177,13 +154,10 @@ class NothingKept(Cache):
         super().__init__(layers=[])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The same keys and values."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """No earlier tokens."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Attention looks at the tokens of this forward."""
         return query_length, 0

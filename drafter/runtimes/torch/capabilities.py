@@ -25,30 +25,22 @@ Windows = dict[str, Window | None]
 
 
 class LogitMap(NamedTuple):
-    """What a model does to the products of its output matrix.
-
-    Attributes:
-        scale: factor of the products.
-        soft_cap: logits are ``soft_cap * tanh(product / soft_cap)``; 0: they are not squashed.
+    """What a model does to the products of its output matrix: logits are ``soft_cap * tanh(scale * product /
+    soft_cap)``; with a cap of 0 they are not squashed.
     """
 
     scale: float = 1.0
     soft_cap: float = 0.0
 
     def __call__(self, product: Tensor) -> Tensor:
-        """Logits of products, of any shape."""
         if self.scale != 1:
             product = product * self.scale
         return torch.tanh(product / self.soft_cap) * self.soft_cap if self.soft_cap else product
 
 
 class Capabilities(NamedTuple):
-    """What probes found out about a model.
-
-    Attributes:
-        windows: of the attention layers (:func:`layer_windows`).
-        cache_shape: what one token's keys and values take.
-        logit_map: what the model does to the products of its output matrix.
+    """What probes found out about a model: its windows (:func:`layer_windows`), and what one token's keys and values
+    take.
     """
 
     windows: Windows
@@ -57,15 +49,7 @@ class Capabilities(NamedTuple):
 
 
 def probe(model: "PreTrainedModel", name: str) -> Capabilities:
-    """Ask a frozen model what it can do.
-
-    Args:
-        model: in eval mode, on its devices.
-        name: of the target, for errors.
-
-    Raises:
-        ValueError: the model cannot be a target; says why.
-    """
+    """Ask a frozen model in eval mode what it can do (ValueError: the model cannot be a target; says why)."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"target {name!r} is an encoder-decoder model; a decoder-only causal LM is needed")
     if model.get_output_embeddings() is None or decoder_of(model) is model:
@@ -88,7 +72,6 @@ def probe(model: "PreTrainedModel", name: str) -> Capabilities:
 
 
 def refusal(name: str, reason: str) -> ValueError:
-    """The error for a model that trees of tokens cannot run through."""
     return ValueError(
         f"target {name!r} {reason}: draft trees need plain attention; use transformers' generate() for it"
     )
@@ -120,18 +103,14 @@ def _final_hidden(model: Any, **given: Any) -> Tensor:
 
 
 def _tokens_for(model: Any) -> Tensor:
-    """Three tokens of the vocabulary, [1, 3]."""
     embedding_VD = model.get_input_embeddings().weight
     return torch.arange(1, 4, device=embedding_VD.device)[None] % len(embedding_VD)
 
 
 def layer_windows(model: "PreTrainedModel", name: str) -> Windows:
-    """The window of each kind of attention layer by its configuration, None for layers that see everything.
-
-    Empty where nothing is windowed. A forward takes one mask for each kind where there are several kinds.
-
-    Raises:
-        ValueError: the model's attention ignores the window of its configuration.
+    """The window of each kind of attention layer by its configuration, None for layers that see everything; empty where
+    nothing is windowed (ValueError: the model's attention ignores the window of its configuration). A forward takes one
+    mask for each kind where there are several kinds.
     """
     config = model.config.get_text_config(decoder=True)
     sizes: dict[str, Window | None] = {"full_attention": None}
@@ -164,10 +143,8 @@ def _slides(model: "PreTrainedModel") -> bool:
 
 
 def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape:
-    """Run three tokens with the library's own cache and look at what each layer stores.
-
-    Raises:
-        ValueError: a layer stores something else than one key and one value per head and token.
+    """Run three tokens with the library's own cache and look at what each layer stores (ValueError: something else than
+    one key and one value per head and token).
     """
     from transformers import DynamicCache
 
@@ -186,13 +163,9 @@ def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape:
 
 @torch.no_grad()
 def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
-    """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits.
-
-    Most models do nothing; some multiply or divide by a constant, some squash with a soft cap. The candidates come from
-    the configuration and the one that reproduces the model's own logits is kept.
-
-    Raises:
-        ValueError: none does, so that picks from our logits would not be the model's.
+    """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits: most models do nothing,
+    some multiply by a constant, some squash with a soft cap. The candidate of the configuration that reproduces the
+    model's own logits is kept (ValueError: none does, so that picks from our logits would not be the model's).
     """
     config = model.config.get_text_config(decoder=True)
     wanted_BTV = model(input_ids=_tokens_for(model), use_cache=False).logits.float()
@@ -215,12 +188,8 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
 
 
 def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
-    """A copy, on the CPU, of the module that makes the final hidden states: states [..., D] in and out.
-
-    A forward over three tokens finds the module: the last one whose output is the final hidden state.
-
-    Raises:
-        ValueError: no module of the target makes the final hidden states.
+    """A copy, on the CPU, of the module that makes the final hidden states, [..., D] in and out: in a forward over
+    three tokens the last one whose output is the final hidden state (ValueError: no module is).
     """
     made: list[tuple[nn.Module, Tensor]] = []
 

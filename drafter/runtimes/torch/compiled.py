@@ -29,15 +29,9 @@ _HOW: dict[str, Any] = {"options": {"emulate_precision_casts": True}}
 
 
 def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCache]:
-    """Compile the layers of a :class:`drafter.runtimes.torch.runtime.TorchRuntime`, with a bar. Layers that the
-    compiler refuses run as before, with a warning.
-
-    Args:
-        runtime: ready to decode.
-        context_layers: of the forwards to come.
-
-    Returns:
-        The class of the caches to use from now on.
+    """Compile the layers of a :class:`drafter.runtimes.torch.runtime.TorchRuntime` for forwards with these layers of
+    contexts, with a bar; the class of the caches to use from now on. Layers that the compiler refuses run as before,
+    with a warning.
     """
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor

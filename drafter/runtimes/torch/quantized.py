@@ -31,15 +31,8 @@ _PART = 4096  # outputs that are rounded at a time
 
 
 def reading_of(place: Path | str, shared: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """How the checkpoint of a folder or hub id is to be read.
-
-    Args:
-        place: folder or hub id.
-        shared: arguments of ``from_pretrained``.
-
-    Returns:
-        Letters and digits of the quantisation's name, empty for plain weights; further arguments of
-        ``from_pretrained``.
+    """How the checkpoint of a folder or hub id is to be read: letters and digits of the quantisation's name, empty for
+    plain weights; and further arguments of ``from_pretrained`` beside those that are ``shared``.
     """
     config = transformers.AutoConfig.from_pretrained(place, **shared)
     text: Any = config.get_text_config(decoder=True)

@@ -25,23 +25,12 @@ if TYPE_CHECKING:
 
 class TorchRuntime:
     """Runs a model of transformers as a :class:`drafter.runtimes.base.Runtime`, which documents what is not told here.
+    The model is put in eval mode and frozen. ``decoder`` is the model without its output matrix.
 
-    The model is put in eval mode and frozen.
+    Without ``capabilities``, probes ask the model, which is then compared with itself over a small tree.
+    ``is_sharded``: other processes hold parts of the weights; ``layer_devices``: of a map; empty: all on one device.
 
-    Attributes:
-        model: the module.
-        decoder: the model without its output matrix.
-        capabilities: what probes found out about the model.
-
-    Args:
-        model: on its devices.
-        target_name: for errors.
-        capabilities: None: probes ask the model, which is then compared with itself over a small tree.
-        is_sharded: other processes hold parts of the weights.
-        layer_devices: where each layer computes, if a map says so; empty: all on one device.
-
-    Raises:
-        ValueError: the model cannot be a target; says why.
+    ValueError: the model cannot be a target; says why.
     """
 
     name = "torch"
@@ -56,7 +45,7 @@ class TorchRuntime:
         layer_devices: Sequence[torch.device] = (),
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
-        self.capabilities = capabilities or probe(model, target_name)
+        self._target_name, self.capabilities = target_name, capabilities or probe(model, target_name)
         self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
         self._cache_type = SlotCache
         self._compiled: set[Any] = set()  # forms of attention and layers of contexts
@@ -161,14 +150,13 @@ class TorchRuntime:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.capabilities.logit_map(self.model.get_output_embeddings()(hidden))
 
-    def final_norm(self, target_name: str) -> nn.Module:
-        """A copy of the norm behind the last layer (:meth:`drafter.targets.target.Target.final_norm`)."""
+    def final_norm(self) -> nn.Module:
         if self._is_sharded:
             raise ValueError(
                 "--data.hidden_states applies the target's final norm, whose weights lie on several processes: train "
                 "without --model.shard_target"
             )
-        return final_norm(self.model, target_name)
+        return final_norm(self.model, self._target_name)
 
     def _masks(self, slots: Slots) -> Tensor | dict[str, Tensor]:
         """The mask of all layers, or of every kind of layer, as the model's forward takes them."""
@@ -194,19 +182,13 @@ class TorchRuntime:
 
 @torch.no_grad()
 def _check_tree_forward(runtime: TorchRuntime, name: str) -> None:
-    """Run a small tree the way decoding does and compare every node with a plain forward over its path.
+    """Run a small tree the way decoding does and compare every node with a plain forward over its path (ValueError: the
+    model cannot run a tree, or runs it wrong).
 
-    Two rows with prefixes of different length share a forward over five nodes::
-
-        root -> a -> c
-             -> b -> d
-
-    A model that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour
-    the mask, gives b, c and d other hidden states than their paths do. The yardstick is how far those three are from
-    what a plain causal forward over the packed nodes gives, that is from ignoring the tree.
-
-    Raises:
-        ValueError: the model cannot run a tree, or runs it wrong.
+    Two rows with prefixes of different length share a forward over five nodes: root -> a -> c, root -> b -> d. A model
+    that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour the mask,
+    gives b, c and d other hidden states than their paths do. The yardstick is how far those three are from what a plain
+    causal forward over the packed nodes gives, that is from ignoring the tree.
     """
     try:
         tree_XD, path_XD, chain_XD = _run_small_tree(runtime)

@@ -35,17 +35,8 @@ DeviceMap = dict[str, int | str]
 def load_mapped(
     place: Path | str, dtype: torch.dtype, shared: dict[str, Any], device_map: str, main: torch.device
 ) -> "PreTrainedModel":
-    """A model with its layers spread out.
-
-    Args:
-        place: folder or hub id.
-        dtype: of the weights.
-        shared: further arguments of ``from_pretrained``.
-        device_map: ``auto``, or a file with a mapping from module to device, ``cpu`` or ``disk``.
-        main: the main device.
-
-    Raises:
-        ValueError: a file that is no map of this model, or takes the main device's modules elsewhere.
+    """A model with its layers spread out by ``auto``, or by a file with a mapping from module to device, ``cpu`` or
+    ``disk`` (ValueError: the file is no map of this model, or takes the main device's modules elsewhere).
     """
     from accelerate.utils import get_max_memory
 
@@ -73,13 +64,8 @@ def load_mapped(
 def spread_out(
     skeleton: "PreTrainedModel", dtype: torch.dtype, main: torch.device, free: Mapping[Any, int]
 ) -> DeviceMap:
-    """A device for every decoder layer, in order: the main device, the other GPUs, main memory, disk.
-
-    Args:
-        skeleton: the model without weights.
-        dtype: of the weights.
-        main: gets everything but layers, and the first layers that fit.
-        free: bytes of each GPU, by number, and of ``cpu``.
+    """A device for every decoder layer of a model without weights, in order: the main device, which also gets
+    everything but layers, the other GPUs, main memory, disk. ``free`` has bytes of each GPU, by number, and of ``cpu``.
     """
     layers = layers_of(skeleton, skeleton.config.model_type)
     path = next(name for name, module in skeleton.named_modules() if module is layers)
@@ -113,14 +99,8 @@ def layer_devices(model: "PreTrainedModel", name: str) -> list[torch.device]:
 
 
 def copy_once(model: "PreTrainedModel", name: str, devices: Sequence[torch.device]) -> None:
-    """Let masks, positions and their embeddings travel once to each device in a forward.
-
-    Accelerate alone would send them to every layer. The hidden states still travel wherever the device changes.
-
-    Args:
-        model: its layers compute on ``devices``.
-        name: of the target, for errors.
-        devices: of every layer.
+    """Let masks, positions and their embeddings travel once to each device in a forward, where accelerate alone would
+    send them to every layer. The hidden states still travel wherever the device changes.
     """
     copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # the original is kept, so that its id is too
 
@@ -156,18 +136,10 @@ def _read(file: str) -> DeviceMap:
 def load_sharded(
     load: "Callable[[], PreTrainedModel]", num_shards: int, device: torch.device, name: str
 ) -> "PreTrainedModel":
-    """Load a model in each process of a node, one after the other, and keep a share of its layers.
+    """Load a model in each process of a node, one after the other, because each has the whole model in main memory for
+    a moment, and keep a share of its layers. Ranks of a node follow each other.
 
-    One after the other, because each has the whole model in main memory for a moment.
-
-    Args:
-        load: loads the model into main memory.
-        num_shards: processes of a node; ranks of a node follow each other.
-        device: of this process.
-        name: for messages.
-
-    Raises:
-        ValueError: there is no group of processes that the shares could go to, or no layers to share.
+    ValueError: there is no group of processes that the shares could go to, or no layers to share.
     """
     if not dist.is_initialized() or dist.get_world_size() % num_shards:
         size = dist.get_world_size() if dist.is_initialized() else 1

@@ -60,10 +60,10 @@ def served(monkeypatch: pytest.MonkeyPatch, folder: Path, target: Target, **chan
     model: Any = RecurrentDrafterEagle3(vllm_config=fake_vllm.config_of(config, target, **changes))
     model.load_weights(load_file(folder / "model.safetensors").items())
     del model.model.embed_tokens
-    model.model.embed_tokens = nn.Embedding.from_pretrained(target.embedding_weight_VD)
+    model.model.embed_tokens = nn.Embedding.from_pretrained(target.runtime.embedding_weight_VD)
     if not model.has_own_lm_head:
         model.lm_head = nn.Linear(1, 1)
-        model.lm_head.weight = nn.Parameter(target.output_weight_VD)
+        model.lm_head.weight = nn.Parameter(target.runtime.output_weight_VD)
     return model
 
 
@@ -74,7 +74,7 @@ def check_drafts(model: Any, drafter: RecurrentDrafter, target: Target, layers: 
     own_layers = drafter.config.context_layers
     context_TC = target.forward(token_T[None], context_layers=own_layers).context_BTC[0, :-3]
     window_TL = token_T[1:].unfold(0, 3, 1)
-    wanted_TLR = drafter.bind(target)(context_TC, target.embed(window_TL))
+    wanted_TLR = drafter.bind(target)(context_TC, target.runtime.embed(window_TL))
     handed_TE = states_before_norm(target, token_T, layers[:-1]).flatten(1)
     state_TE = model.combine_hidden_states(handed_TE)[:-3]
     for depth in range(3):
@@ -235,7 +235,7 @@ def test_the_output_matrix_is_compared_in_any_layout_of_a_model(tmp_path: Path, 
     target.model.config.save_pretrained(one)
     for model, is_refused in ((target, False), (other, True)):
         model.model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
-        save_file({"model.embed_tokens.weight": model.output_weight_VD.clone()}, one / "model.safetensors")
+        save_file({"model.embed_tokens.weight": model.runtime.output_weight_VD.clone()}, one / "model.safetensors")
         for place in (tmp_path / "many", one):
             with pytest.raises(ValueError, match="their weights differ") if is_refused else nullcontext():
                 served(monkeypatch, folder, target, model=str(place))

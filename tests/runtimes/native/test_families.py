@@ -72,7 +72,7 @@ def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -
     torch.testing.assert_close(target.logits(output.hidden_BTD), wanted.logits, rtol=1e-3, atol=1e-3)
     states = torch.cat([wanted.hidden_states[layer] for layer in (0, 1, target.num_layers)], dim=2)
     torch.testing.assert_close(output.context_BTC, states, rtol=1e-3, atol=1e-3)
-    norms = [each.final_norm()(output.hidden_BTD) for each in (target, wrap_model(model))]
+    norms = [each.runtime.final_norm()(output.hidden_BTD) for each in (target, wrap_model(model))]
     torch.testing.assert_close(*norms, rtol=1e-3, atol=1e-3)
     for method in ("none", "lookup"):
         for max_num_seqs in (1, 2):
@@ -138,11 +138,11 @@ def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_thread
         saved(kind, tmp_path)
         target = native_target(tmp_path, dtype=dtype)
         token_T = torch.tensor(prompts_of(41)[0])
-        alone = target.new_cache(2, 64)
+        alone = target.runtime.new_cache(2, 64)
         wanted = torch.cat([step(target, alone, token_T[at : at + 1], at, None) for at in range(41)])
         for num_threads in (1, 2, 3):
             native.set_num_threads(num_threads)
-            cache = target.new_cache(2, 64)
+            cache = target.runtime.new_cache(2, 64)
             parts = [step(target, cache, token_T[at : at + 17], at, None, row=1) for at in range(0, 41, 17)]
             assert torch.cat(parts).equal(wanted)
             # A tree behind 30 tokens: the true path 30, 31, 32, 33 and other children beside it.

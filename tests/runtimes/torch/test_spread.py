@@ -61,7 +61,7 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
     """One processor under two names stands for two devices."""
     target = load_target(str(folder), device="cpu", is_trainable=True)
     target.runtime._layer_devices = (torch.device("cpu"), torch.device("cpu", 0))
-    assert len(target.new_cache(1, 8)._stores) == 2
+    assert len(target.runtime.new_cache(1, 8)._stores) == 2
     assert tokens_of(target) == oracle(shared_target(), _ASKED)
     for max_num_seqs in (1, 4):
         config = EngineConfig(method="none", max_num_seqs=max_num_seqs)
