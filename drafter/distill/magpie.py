@@ -11,6 +11,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.distill.journal import open_journal
 from drafter.distill.prompts import derive_seed, select_prompts
 from drafter.engine.engine import Engine
-from drafter.targets.chat import limited_map, render_chat, what_runs
+from drafter.targets.chat import Fork, render_chat, what_runs
 
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
@@ -43,7 +44,8 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     """
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
     render = partial(render_chat, tokenizer, name=name, has_opening=False)
-    (text,) = limited_map(render, [known], what_runs(name))
+    with closing(Fork(render, what_runs(name))) as fork:
+        (text,) = fork.map([known])
     before, _, after = text.partition(_SENTINEL)
     # Tokenizers may join a space with the word after it, so the opening must not end with a space.
     opening_ids, end_ids = (

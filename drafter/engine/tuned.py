@@ -244,11 +244,6 @@ class Sizer:
         self._copy_gain = _COPY_GAIN
         self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
 
-    @property
-    def ratio(self) -> float:
-        """Recent acceptance of drafts relative to the expected one."""
-        return self._seen[False].ratio
-
     def _rate(self, choice: MeasuredTree) -> float:
         return choice.rate(self._seen[choice.tree.is_copies].ratio)
 

@@ -15,36 +15,24 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 _ROWS = 8  # the number of rows that the layout is chosen for; the gain hardly depends on the number
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class PackedMatrix:
-    """A weight [O, I] in the layout of the CPU's kernels; ``linear`` multiplies with the weight."""
-
-    def __init__(self, weight_OI: Tensor) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), _ROWS)
-
-    def linear(self, x_XI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x_XI, self._weight, bias_O, "none", [], "")
-        return product
-
-
 class PackedLinear(nn.Module):
     """Takes the place of an ``nn.Linear``; with ``keep_weight`` the plain weight stays as ``weight``, too."""
 
-    def __init__(self, linear: nn.Linear, *, keep_weight: bool) -> None:
+    def __init__(self, linear: nn.Linear, *, keep_weight: bool = False) -> None:
         super().__init__()
         self.bias = linear.bias
         if keep_weight:
             self.weight = linear.weight
-        self._matrix = PackedMatrix(linear.weight)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), _ROWS)
 
     def forward(self, x_XI: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return self._matrix.linear(x_XI, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x_XI, self._packed, self.bias, "none", [], "")
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -52,13 +40,14 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu" or dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
-    weight_OI = torch.randn(48, 32, generator=generator).to(dtype)
+    linear = nn.utils.skip_init(nn.Linear, 32, 48, bias=False, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(torch.randn(48, 32, generator=generator))
     x_XI = torch.randn(3, 5, 32, generator=generator).to(dtype)
     try:
-        product = PackedMatrix(weight_OI).linear(x_XI)
+        product = PackedLinear(linear)(x_XI)
     except (AttributeError, RuntimeError):  # another release of torch, or a CPU without the instructions
         return False
-    expected = F.linear(x_XI.double(), weight_OI.double())
+    expected = linear.double()(x_XI.double())
     return bool((product.double() - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
 
 

@@ -21,7 +21,7 @@ from drafter.runtimes.base import Spec, Unsuitable, check_rotation
 from drafter.runtimes.native.loading import load_native
 from drafter.runtimes.torch.quantized import BITS, has_plain_weights, reading_of, round_linears
 from drafter.runtimes.torch.runtime import TorchRuntime
-from drafter.runtimes.torch.spread import copy_once, layer_devices, load_mapped, load_sharded
+from drafter.runtimes.torch.spread import layer_devices, load_mapped, load_sharded
 from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer
 from drafter.targets.fingerprint import ends_in_files, ends_in_model, fingerprint_of
 from drafter.targets.target import Target
@@ -61,8 +61,6 @@ def _load_torch(spec: Spec) -> Target:
         raise ValueError(f"--quantization {spec.quantization} rounds linear layers, and target {spec.name!r} has none")
     devices = [] if spec.device_map is None else layer_devices(model, spec.name)
     runtime = TorchRuntime(model, spec.name, is_sharded=spec.num_shards > 1, layer_devices=devices)
-    if devices:
-        copy_once(model, spec.name, devices)
     if spec.is_whole and not spec.is_trainable and spec.device.type == "cpu":
         runtime.pack()
     return Target(

@@ -16,11 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from drafter.utils.io import first_line
-
-Item = TypeVar("Item")
 
 MAX_SECONDS = 10.0  # for one text; a text of two megabytes takes one
 MAX_BYTES = 1 << 30  # that a fork may add to the memory of the process that it was forked from
@@ -142,17 +140,6 @@ def escaped(tokenizer: Any, text: str) -> str:
     if special.keys() & set(tokenizer(text, add_special_tokens=False)["input_ids"]):
         raise ValueError("the text holds a special token of the model, which this server does not take from clients")
     return text
-
-
-def limited_map(function: Callable[[Item], Any], items: Sequence[Item], what: str) -> list[Any]:
-    """``[function(item) for item in items]``, computed in a :class:`Fork` with the limits above for each item
-    (ValueError: of the function, or a limit was reached).
-    """
-    fork = Fork(lambda index: function(items[index]), what)
-    try:
-        return fork.map(range(len(items)))
-    finally:
-        fork.close()
 
 
 class ForkError(ValueError):

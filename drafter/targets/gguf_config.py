@@ -1,7 +1,9 @@
 """Configurations of GGUF files, for the families of which transformers reads no configuration, or a part."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from drafter.targets.gguf_header import Header
 
 # Keys of a header behind the architecture's name -> fields of a configuration.
 _FIELDS = {
@@ -25,13 +27,11 @@ _WIDE = {"gemma2": 46, "gemma3": 62}
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
-def config_of_gguf(value: Callable[[str], Any], tensors: Mapping[str, Any], numbers: Callable[[str], Any]) -> Any:
-    """The configuration of a file; None for an architecture that transformers reads whole. ``value`` gives that of a
-    key of the header, None where there is none (ARCH stands for the architecture's name), ``numbers`` those of a
-    float32 tensor.
-    """
+def config_of_gguf(header: Header) -> Any:
+    """The configuration of a file; None for an architecture that transformers reads whole."""
     from transformers import AutoConfig
 
+    value, tensors, numbers = header.value, header.tensors, header.numbers
     if (kind := value("general.architecture")) not in _FAMILIES:
         return None
     names = {**_FIELDS, **_FAMILIES[kind]}

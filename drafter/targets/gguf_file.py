@@ -8,13 +8,10 @@ the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 1
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGMLQuantizationType
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -71,9 +68,8 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     try:
         header = read_header(file, has_lists=True)
         _check_layers(header)
-        found = config_of_gguf(partial(_value, header), header.tensors, partial(_numbers, header))
-        found = found or _read_config(header, folder)
-        correct(found, _value(header, "general.architecture"))
+        found = config_of_gguf(header) or _read_config(header, folder)
+        correct(found, header.value("general.architecture"))
         refusal = _rotate(found, header) or _check_tensors(header, found)
         model = _load_model(file) if has_weights and not refusal else None
         tokenizer = _load_tokenizer(file, header, found)
@@ -101,7 +97,7 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _drop_padding(folder / "tokenizer.json", _value(header, "tokenizer.ggml.token_type") or ())
+    _drop_padding(folder / "tokenizer.json", header.value("tokenizer.ggml.token_type") or ())
 
 
 def _drop_padding(file: Path, kinds: Sequence[int]) -> None:
@@ -115,20 +111,11 @@ def _drop_padding(file: Path, kinds: Sequence[int]) -> None:
         file.write_text(json.dumps(said, ensure_ascii=False), encoding="utf-8")
 
 
-def _value(header: Header, key: str) -> Any:
-    """A value of the header; None where the header lacks the key. ARCH stands for the architecture's name."""
-    if key.startswith("ARCH."):
-        key = header.values["general.architecture"] + key[4:]
-    return header.values.get(key)
-
-
 def _ends(header: Header, of_text: Any) -> Iterator[int]:
     """The tokens that end an answer: those that the header names, and control tokens with the text of an end."""
-    for token in (of_text, *(_value(header, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))):
+    for token in (of_text, *(header.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))):
         yield from () if token is None else (token,) if isinstance(token, int) else token
-    pairs = zip(
-        _value(header, "tokenizer.ggml.tokens"), _value(header, "tokenizer.ggml.token_type") or (), strict=False
-    )
+    pairs = zip(header.value("tokenizer.ggml.tokens"), header.value("tokenizer.ggml.token_type") or (), strict=False)
     found = {text: token for token, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in _ENDS.split()}
     if "<|return|>" in found:
         found.pop("<|end|>", None)  # there the end of a message that another message follows
@@ -138,7 +125,7 @@ def _ends(header: Header, of_text: Any) -> Iterator[int]:
 def _check_layers(header: Header) -> None:
     """ValueError unless the tensors are of as many layers as the header says, before anything has that many parts."""
     layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
-    if (wanted := _value(header, "ARCH.block_count")) != len(layers):
+    if (wanted := header.value("ARCH.block_count")) != len(layers):
         raise ValueError(f"its header names {wanted} layers, and it holds tensors of {len(layers)}")
 
 
@@ -154,7 +141,7 @@ def _read_config(header: Header, folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, gguf_file=small.name)
     finally:
         small.unlink()
-    number = _value(header, "ARCH.vocab_size")
+    number = header.value("ARCH.vocab_size")
     config.vocab_size = len(header.values["tokenizer.ggml.tokens"]) if number is None else number
     return config
 
@@ -174,7 +161,7 @@ def _check_tensors(header: Header, config: Any) -> str:
         raise ValueError(f"it holds {sum(held.values()):,} values, and the model of its header has {wanted:,}")
     if sum(held.values()) == wanted:
         return ""
-    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _value(header, "general.architecture"))
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.value("general.architecture"))
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
     return f"holds tensors that its model does not read ({min(held.keys() - known, default='by their sizes')})"
@@ -188,14 +175,14 @@ def _rotate(config: Any, header: Header) -> str:
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # the other layers of such models are not scaled
     names = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
-    kind, factor, length, *betas = (_value(header, f"ARCH.rope.scaling.{name}") for name in names)
-    others = [_value(header, f"ARCH.rope.scaling.{name}") for name in ("attn_factor", "yarn_log_multiplier", "alpha")]
-    divisors = {name: _numbers(header, name) for name in header.tensors if name.startswith("rope_f")}
-    if old_factor := _value(header, "ARCH.rope.scale_linear"):
+    kind, factor, length, *betas = (header.value(f"ARCH.rope.scaling.{name}") for name in names)
+    others = [header.value(f"ARCH.rope.scaling.{name}") for name in ("attn_factor", "yarn_log_multiplier", "alpha")]
+    divisors = {name: header.numbers(name) for name in header.tensors if name.startswith("rope_f")}
+    if old_factor := header.value("ARCH.rope.scale_linear"):
         kind, factor = "linear", old_factor
     if rope.get("rope_type", "default") != "default":
         return ""  # transformers has read it
-    count, size = (_value(header, f"ARCH.{name}") for name in ("rope.dimension_count", "attention.key_length"))
+    count, size = (header.value(f"ARCH.{name}") for name in ("rope.dimension_count", "attention.key_length"))
     size = size or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     if rope and count not in (None, getattr(config, "rotary_dim", None) or int(size * share)):
@@ -215,14 +202,6 @@ def _rotate(config: Any, header: Header) -> str:
     if is_known and _divide(config, rope, divisors["rope_freqs.weight"]):
         return ""
     return unknown % ", ".join([f"rope.scaling.type {kind}", *sorted(divisors)])
-
-
-def _numbers(header: Header, name: str) -> Any:
-    """The numbers of a float32 tensor; of another type, none."""
-    shape, kind, start = header.tensors[name]
-    if kind != GGMLQuantizationType.F32:
-        return np.empty(0, np.float32)
-    return header.memory[start : start + 4 * math.prod(shape)].view(np.float32)
 
 
 def _divide(config: Any, rope: dict[str, Any], divisors: Any) -> bool:
@@ -262,7 +241,7 @@ def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
         field: value
         for field, names in GGUF_KEYS.items()
         for name in reversed(names)
-        if (value := _value(header, f"tokenizer.ggml.{name}_token_id")) is not None
+        if (value := header.value(f"tokenizer.ggml.{name}_token_id")) is not None
     }
     if infill:
         tokenizer.init_kwargs[TOKEN_IDS] = infill
@@ -273,8 +252,8 @@ def _cut(tokenizer: Any, header: Header) -> str:
     """Let a byte-level tokenizer cut a text by the rule that the file names, where transformers does not know most;
     what is not known, empty for a known rule, or for a file that names none.
     """
-    name = _value(header, "tokenizer.ggml.pre")
-    if _value(header, "tokenizer.ggml.model") != "gpt2" or name in (None, "default"):
+    name = header.value("tokenizer.ggml.pre")
+    if header.value("tokenizer.ggml.model") != "gpt2" or name in (None, "default"):
         return ""
     if name not in _CUTS:
         return f"cuts text by a rule that is not known here (tokenizer.ggml.pre {name!r})"

@@ -4,6 +4,7 @@ Names, types and sizes are checked against the file before anything is read, so 
 the file. Source: the format's own specification.
 """
 
+import math
 import mmap
 import os
 import struct
@@ -16,6 +17,7 @@ import numpy as np
 _MOST_VALUES = 1 << 24  # of a list or a text
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_F32 = 0  # of the types of tensors
 _VOCABULARY = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
 
 
@@ -37,6 +39,16 @@ class Header(NamedTuple):
     tensors: dict[str, Info]
     small: bytes
     memory: np.ndarray
+
+    def value(self, key: str) -> Any:
+        """A value; None where the header lacks the key. ARCH stands for the architecture's name."""
+        return self.values.get(self.values["general.architecture"] + key[4:] if key.startswith("ARCH.") else key)
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The numbers of a float32 tensor; of another type, none."""
+        shape, kind, start = self.tensors[name]
+        end = start + (4 * math.prod(shape) if kind == _F32 else 0)
+        return self.memory[start:end].view(np.float32)
 
 
 def read_header(file: Path, *, has_lists: bool = False) -> Header:

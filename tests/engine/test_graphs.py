@@ -2,23 +2,19 @@
 or is in the key of its graph. tests/accelerator/cuda/ records real graphs.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.graphs import Graphs, _run_parts
 from drafter.engine.request import Request, RequestOptions
-from drafter.engine.runner import Runner
-from drafter.engine.settings import EngineConfig, Plan
-from drafter.runtimes.loading import wrap_model
+from drafter.engine.settings import Plan
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import assert_lossless, tiny_target
+from tests.engine.oracle import assert_lossless
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
@@ -85,34 +81,3 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch, caplog: pytest.LogCa
     engine = Engine(shared_target(), trained_drafter(), replace(PLAN, compile=True))
     assert_lossless(engine, [(prompt, SAMPLED) for prompt in prompts_for(3, seed=2)])
     assert "capture failed" in caplog.text
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("params", [GREEDY, TOP_K, SAMPLED], ids=["greedy", "top-k", "nucleus"])
-def test_a_gpu_is_not_waited_for(is_compiled: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step waits once, when it hands out its tokens; :mod:`tests.accelerator` counts reads without a GPU."""
-    target = wrap_model(tiny_target().model.to("cuda"), name="tiny-0")
-    drafter = copy.deepcopy(trained_drafter()).to("cuda").bind(target)
-    engine = Engine(target, drafter, EngineConfig(max_num_seqs=2, beam_width=3, compile=is_compiled))
-    engine.reserve(150)
-    for prompt in prompts_for(2, seed=1):
-        engine.add(engine.make_request(prompt, params))
-    for _ in range(3):
-        engine.step()
-    hand_out = Runner._hand_out
-
-    def allowed(*args: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return hand_out(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
-
-    monkeypatch.setattr(Runner, "_hand_out", allowed)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        assert all(update.token_ids for update in engine.step())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -133,9 +133,9 @@ def test_the_tree_shrinks_while_fewer_drafts_are_kept_and_grows_again() -> None:
     sizer = Sizer((ONE_ROW,))
     assert sizer.choose(1) == LARGE
     seen = _drive(sizer, 400, kept_per_step={SMALL: 0.25, LARGE: 0.5})  # ratio 0.5: SMALL gives 1.25 / 1.2
-    assert seen[-1] == SMALL and sizer.ratio == pytest.approx(0.5, abs=0.05)
+    assert seen[-1] == SMALL and sizer._seen[False].ratio == pytest.approx(0.5, abs=0.05)
     seen = _drive(sizer, 800, kept_per_step={SMALL: 0.5, LARGE: 1.0})
-    assert seen[-1] == LARGE and sizer.ratio == pytest.approx(1.0, abs=0.05)
+    assert seen[-1] == LARGE and sizer._seen[False].ratio == pytest.approx(1.0, abs=0.05)
 
 
 def test_rejected_drafts_lead_to_plain_decoding_and_are_tried_again_now_and_then() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafter.kernels import native
-from drafter.kernels.packed import PackedMatrix, can_pack, pack_linears
+from drafter.kernels.packed import PackedLinear, can_pack, pack_linears
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.engine.oracle import tiny_target
@@ -18,7 +18,7 @@ needs_kernels = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="no 
 
 @needs_kernels
 def test_a_wrong_product_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedMatrix, "linear", lambda self, x, bias=None: x.new_zeros(*x.shape[:-1], 48))
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(*x.shape[:-1], 48))
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(torch.device("cuda"), torch.float32) and not can_pack(CPU, torch.float64)
 

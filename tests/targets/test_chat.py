@@ -3,12 +3,18 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from drafter.targets import chat
-from drafter.targets.chat import limited_map
+
+
+def mapped(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    with closing(chat.Fork(function, "the program")) as fork:
+        return fork.map(items)
 
 
 def test_ctrl_c_waits_for_the_end_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,9 +28,8 @@ def test_ctrl_c_waits_for_the_end_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_values_come_back_in_order() -> None:
-    assert limited_map(lambda item: [item, "é" * item], [3, 0, 2], "it") == [[3, "ééé"], [0, ""], [2, "éé"]]
-    assert limited_map(lambda item: item, [], "it") == []
-    assert limited_map(len, ["a" * 5_000_000], "it") == [5_000_000]
+    assert mapped(lambda item: [item, "é" * item], [3, 0, 2]) == [[3, "ééé"], [0, ""], [2, "éé"]]
+    assert mapped(len, ["a" * 5_000_000]) == [5_000_000]
 
 
 def refuse(item: int) -> int:
@@ -51,5 +56,5 @@ def test_faults_are_one_line(function: Any, message: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(chat, "MAX_BYTES", 1 << 26)
     start = time.monotonic()
     with pytest.raises(ValueError, match=message):
-        limited_map(function, [1, 2], "the program")
+        mapped(function, [1, 2])
     assert time.monotonic() - start < 30

@@ -51,9 +51,6 @@ def folded_attention(
     Head h reads key and value h // R. The mask [B, 1, N, S] is bool or added to the scores; ``dropout`` is not applied,
     because the model is frozen; ``kwargs`` are of other attention implementations.
     """
-    dtype, query = query.dtype, query.to(key.dtype)
-    if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask.to(key.dtype)
     num_heads, num_groups = query.shape[1], key.shape[1]
     is_plain = (
         attention_mask is not None
@@ -66,7 +63,7 @@ def folded_attention(
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return output.to(dtype), None
+        return output, None
     assert attention_mask is not None
     num_rows, _, num_queries, size = query.shape
     heads_per_group = num_heads // num_groups
@@ -74,4 +71,4 @@ def folded_attention(
     mask = attention_mask.repeat(1, 1, heads_per_group, 1)
     folded = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     output = folded.reshape(num_rows, num_heads, num_queries, value.shape[3])
-    return output.transpose(1, 2).to(dtype).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None

@@ -10,15 +10,13 @@ forwards.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
 
 from drafter.runtimes.torch.capabilities import layers_of
 from drafter.utils.parse import read_yaml
@@ -96,31 +94,6 @@ def layer_devices(model: "PreTrainedModel", name: str) -> list[torch.device]:
         device = getattr(hook, "execution_device", None)
         found.append(torch.device(next(layer.parameters()).device if device is None else device))
     return found
-
-
-def copy_once(model: "PreTrainedModel", name: str, devices: Sequence[torch.device]) -> None:
-    """Let masks, positions and their embeddings travel once to each device in a forward, where accelerate alone would
-    send them to every layer. The hidden states still travel wherever the device changes.
-    """
-    copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # the original is kept, so that its id is too
-
-    def brought(value: Any, device: torch.device) -> Any:
-        if isinstance(value, tuple):
-            return tuple(brought(part, device) for part in value)
-        if not isinstance(value, Tensor) or value.device == device:
-            return value
-        if (id(value), device) not in copies:
-            copies[id(value), device] = value, value.to(device, non_blocking=True)
-        return copies[id(value), device][1]
-
-    def bring(device: torch.device, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        shared = {key: value if key == "hidden_states" else brought(value, device) for key, value in kwargs.items()}
-        return (*args[:1], *brought(args[1:], device)), shared
-
-    layers = layers_of(model, name)
-    for layer, device in zip(layers, devices, strict=True):
-        layer.register_forward_pre_hook(partial(bring, device), with_kwargs=True)
-    layers[0].register_forward_pre_hook(lambda *_: copies.clear(), prepend=True)  # a forward begins
 
 
 def _read(file: str) -> DeviceMap:

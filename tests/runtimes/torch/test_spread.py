@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.loading import load_target, wrap_model
-from drafter.runtimes.torch.spread import copy_once, spread_out
+from drafter.runtimes.loading import load_target
+from drafter.runtimes.torch.spread import spread_out
 from drafter.targets.target import Target
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import answer, oracle, requests
@@ -66,32 +66,6 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
     for max_num_seqs in (1, 4):
         config = EngineConfig(method="none", max_num_seqs=max_num_seqs)
         assert tokens_of(target, config) == oracle(shared_target(), _ASKED)
-
-
-def test_masks_and_positions_travel_once_to_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One processor under two names; four layers, of which three lie on the second device."""
-    target = wrap_model(llama(4))
-    wanted = oracle(target, _ASKED)
-    target.runtime._layer_devices = (torch.device("cpu"), *[torch.device("cpu", 0)] * 3)
-    sent: list[torch.Tensor] = []
-    move = torch.Tensor.to
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not kwargs.get("non_blocking"):
-            return move(tensor, *args, **kwargs)
-        sent.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.Tensor, "to", counted)
-    copy_once(target.model, "x", target.traits.layer_devices)
-    target.forward(torch.zeros(1, 3, dtype=torch.int64))
-    num_sent = len(sent)
-    assert {tuple(tensor.shape) for tensor in sent} >= {(1, 3, 8), (1, 3)}, "cosines, sines and positions"
-    assert num_sent == len({id(tensor) for tensor in sent}) <= 4
-    target.forward(torch.zeros(1, 3, dtype=torch.int64))
-    assert len(sent) == 2 * num_sent, "each forward sends its own"
-    engine = Engine(target, config=EngineConfig(method="lookup", max_num_seqs=2, tree_size=6))
-    assert [completion.token_ids for completion in answer(engine, _ASKED)] == wanted
 
 
 def test_layers_fill_the_devices_in_order() -> None:
