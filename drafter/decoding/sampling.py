@@ -1,16 +1,15 @@
 """Sampling as a pure function of (logits, seed, position): keyed noise, logit warpers, and the pick.
 
-Every random number is a hash of its seed, position, stream and token, so no random number depends on the batch, on the
-draft tree or on the order of verification. The pick is the Gumbel-max trick: argmax over tokens of (warped logits +
+Every random number is a hash of its seed, position, stream and token, so it depends neither on the batch nor on the
+draft tree nor on the order of verification. The pick is the Gumbel-max trick: argmax over tokens of (warped logits +
 Gumbel noise) is a draw from softmax(warped logits). docs/sampling.md has the proofs, and the reasons for 52 bits.
 
 The generator is SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) with
-random access: draw number i of the stream with start state s is mix64(s + (i + 1) * GAMMA). mix64 also hashes a (seed,
-position, stream) triple to the start state of the triple's own stream, and the token id is the number of the draw.
+random access: draw i of the stream with start state s is mix64(s + (i + 1) * GAMMA). mix64 also hashes a (seed,
+position, stream) triple to the start state of its own stream, and the token id is the number of the draw.
 
-On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), on a CPU loops of C++ hash and
-pick (csrc/noise.h), for plain and drafted decoding alike, so that the picks have the same bits. The functions here
-define their results.
+On a CUDA device one kernel hashes, filters and picks (:mod:`drafter.kernels.picking`), on a CPU loops of C++
+(csrc/noise.h), for plain and drafted decoding alike. The functions here define their results.
 
 Shapes: B rows · T positions · N tree nodes · Z = L + 1 nodes of a path · V vocabulary · M listed token ids (V or a
 subset) · K listed best tokens.

@@ -81,9 +81,7 @@ class Engine:
                 package has one; ``"none"``: no drafter.
             settings: fields of :class:`EngineOptions` (``dtype``, ``device``, ``method``, ``max_num_seqs``, ...).
 
-        Raises:
-            ValueError: a model cannot be loaded, or a value is out of range.
-            TypeError: a field of another name.
+        ValueError: a model cannot be loaded, or a value is out of range. TypeError: a field of another name.
         """
         return cls.of(EngineOptions(target=target, drafter=drafter, **settings))
 

@@ -31,13 +31,10 @@ class Graphs:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def run(self, owner: object, key: Hashable, function: Callable[[], Parts[T]]) -> T:
-        """The result of a generator without arguments.
-
-        Args:
-            owner: lives as long as the graph, and is no part of the function's results.
-            key: everything that the function reads besides the numbers in tensors.
-            function: launches kernels, and waits for nothing. It yields functions for the host to call at this point,
-                which read and write tensors of fixed addresses: such a step is a graph for each part between them.
+        """The result of a generator without arguments that launches kernels, and waits for nothing. It yields functions
+        for the host to call, which use tensors of fixed addresses: such a step is a graph for each part between them.
+        ``key`` is all that it reads besides the numbers in tensors; ``owner`` lives as long as the graph, and is no
+        part of its results.
         """
         if not self.is_on:
             return _run_parts(function())

@@ -117,31 +117,20 @@ class EngineOptions(TargetConfig, EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Checked):
-    """What an engine does: nothing is open. None stands for "no limit" and "no file" alone.
+    """What an engine does: nothing is open. None stands for "no limit" and "no file" alone."""
 
-    Attributes:
-        drafting: the way to draft, with all its numbers.
-        max_num_seqs, max_model_len, enable_prefix_caching, prefill_chunk, compile: as of :class:`EngineConfig`.
-        sizes: table of step times that the steps' trees follow; empty, as is ``tries``: all are as ``drafting`` says.
-        tries: trees that are measured while the engine decodes, each with the tokens per step of usual drafts.
-        tuned: file that ``sizes`` come from.
-        kept_layers: layers whose hidden states are kept for :meth:`Engine.states`, with the final ones; None: none.
-        dtype: number format of the step.
-        reason: one line for people: method, tree, and the origin of both.
-    """
-
-    drafting: Drafting
-    max_num_seqs: int = within(8, low=1, high=1024)
+    drafting: Drafting  # the way to draft, with all its numbers
+    max_num_seqs: int = within(8, low=1, high=1024)  # this and the next four as of :class:`EngineConfig`
     max_model_len: int | None = None
     enable_prefix_caching: bool = False
     prefill_chunk: int = 256
     compile: bool = False
-    sizes: "tuple[RowPlan, ...]" = ()
-    tries: "Mapping[Tree, float]" = field(default_factory=dict)
-    tuned: str | None = None
-    kept_layers: tuple[int, ...] | None = None
-    dtype: str = "float32"
-    reason: str = ""
+    sizes: "tuple[RowPlan, ...]" = ()  # step times that the steps' trees follow; without tries: as ``drafting`` says
+    tries: "Mapping[Tree, float]" = field(default_factory=dict)  # trees to measure, and tokens per step of usual drafts
+    tuned: str | None = None  # file that ``sizes`` come from
+    kept_layers: tuple[int, ...] | None = None  # whose hidden states :meth:`Engine.states` gives, and the final ones
+    dtype: str = "float32"  # of the step
+    reason: str = ""  # one line for people: method, tree, and the origin of both
 
     @classmethod
     def of(cls, method: str, **numbers: Any) -> "Plan":

@@ -1,10 +1,6 @@
-"""`drafter export`: a drafter leaves its training run as a folder, in the format of the program that reads it.
-
-    drafter   our own: also a model card, run.json, and a script for ``model.generate`` of transformers
-    apple     the published format (:mod:`drafter.models.apple_format`)
-    vllm      the folder that vLLM takes with our plug-in (:mod:`drafter.integrations.vllm`)
-
-A folder is complete at every moment: an interrupted export leaves the earlier one.
+"""`drafter export`: a drafter leaves its training run as a folder, in the format of the program that reads it: our own,
+the published one (:mod:`drafter.models.apple_format`), or vLLM's with our plug-in (:mod:`drafter.integrations.vllm`). A
+folder is complete at every moment: an interrupted export leaves the earlier one.
 """
 
 import copy

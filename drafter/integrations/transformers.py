@@ -44,13 +44,8 @@ _INPUTS = {"input_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
 
 class DrafterDecoder:
-    """A model in memory with a drafter, for many calls. The model is checked once and never changed.
-
-    Args:
-        model: a causal language model of transformers.
-        drafter: a drafter, folder or hub name of an exported drafter, or name of a drafter of the package. A drafter in
-            memory is moved to the model's device.
-        engine_config: method, beam width, tree size, number of rows and so on; None: all are open.
+    """A model of transformers in memory with a drafter, for many calls. The model is checked once and never changed. A
+    drafter in memory is moved to the model's device; others are named by folder, hub id, or name in the package.
 
     ValueError: the model cannot be a target, or the drafter belongs to another target.
     """

@@ -1,10 +1,6 @@
-"""Linear layers with weights in the memory layout of the CPU's matrix kernels.
-
-Decoding multiplies a few rows (N nodes of a tree) with every weight of the model. With weights that oneDNN has
-reordered once, a step of the target takes about two thirds of the time of plain ``nn.Linear`` layers. The products
-differ from a plain layer's in the order of summation at most.
-
-For inference only: a packed layer has no gradient. Do not save, move or cast a packed model.
+"""Linear layers with weights in the memory layout of the CPU's matrix kernels, which oneDNN has reordered once: a step
+of the target, of a few rows, takes about two thirds of the time of plain ``nn.Linear`` layers. Products differ in the
+order of summation at most. A packed layer has no gradient; do not save, move or cast a packed model.
 
 The operators of ``torch.ops.mkldnn`` are not public: torch 2.11 to 2.15 were tested, and :func:`can_pack` tries others.
 

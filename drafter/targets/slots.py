@@ -16,23 +16,16 @@ class Slots(NamedTuple):
 
     A tree whose root goes to slot 1, with two children, is ``Slots([[1, 2, 3]], [[1, 2, 2]],
     [[[1,0,0],[1,1,0],[1,0,1]]], num_visible=5)``: each node sees slot 0, its ancestors and itself.
-
-    Attributes:
-        slot_BT: cache slot of every token, int64 [B, T]; the spare slot for padding and inactive rows.
-        position_BT: absolute positions, int64 [B, T].
-        ancestor_BTT: bool [B, T, T]; [b, i, j] is True where j is i or an ancestor of i. Token i sees the committed
-            slots 0 .. slot_BT[b, 0] - 1 and its ancestors' slots. None: causal; a token in slot s stands at position s
-            and sees the slots 0 .. s. What padding and rows of spare slots compute is finite, and nobody reads it.
-        first_row: rows first_row .. first_row + B - 1 of the cache take part.
-        num_visible: attention looks at the slots 0 .. num_visible - 1; at least the last slot in use + 1, the spare one
-            left out. Often rounded up, so that shapes repeat.
     """
 
-    slot_BT: Tensor
-    position_BT: Tensor
+    slot_BT: Tensor  # cache slot of every token, int64; the spare slot for padding and inactive rows
+    position_BT: Tensor  # absolute positions, int64
+    # [b, i, j] is True where j is i or above i. Token i sees the committed slots 0 .. slot_BT[b, 0] - 1 and its
+    # ancestors' slots. None: causal; a token in slot s stands at position s and sees the slots 0 .. s. What padding and
+    # rows of spare slots compute is finite, and nobody reads it.
     ancestor_BTT: Tensor | None
-    first_row: int = 0
-    num_visible: int = 0
+    first_row: int = 0  # rows first_row .. first_row + B - 1 of the cache take part
+    num_visible: int = 0  # attention looks at so many slots, the spare one left out; rounded up, so that shapes repeat
 
 
 class TargetOutput(NamedTuple):

@@ -24,17 +24,9 @@ class Target:
     """A frozen decoder-only causal language model with plain key/value attention, made by
     :func:`drafter.runtimes.loading.load_target` and :func:`drafter.runtimes.loading.wrap_model`.
 
-    Attributes:
-        runtime: computes forwards (:mod:`drafter.runtimes.base`).
-        tokenizer: of the model, or None.
-        config: the model's configuration, of transformers.
-        name: what the user called it.
-        fingerprint: sample of the weights (:func:`drafter.targets.fingerprint.fingerprint_of`) and scheme of rounding.
-        revision: hub revision, or None.
-        quantization: scheme of the weights' rounding after loading, or ``none``.
-        num_layers: decoder layers.
-        max_length: context window in tokens.
-        eos_token_ids: the tokens that end an answer.
+    ``name`` is what the user called it, ``fingerprint`` a sample of the weights (:mod:`drafter.targets.fingerprint`)
+    with the scheme of their rounding, ``quantization`` (or ``none``), ``max_length`` the context window in tokens;
+    ``eos_token_ids`` end an answer.
     """
 
     def __init__(

@@ -1,15 +1,14 @@
 """A plug-in of vLLM: a recurrent drafter drafts a chain of tokens for a target that vLLM serves.
 
-vLLM finds :func:`register` by the entry point ``vllm.general_plugins`` of this package, in every process that vLLM
-starts. `drafter export --format vllm` writes the folder that vLLM then takes as ``model`` of a speculative config.
-Its ``model.safetensors`` holds the drafter's own tensors, and two more that the target lends:
+vLLM finds :func:`register` by the entry point ``vllm.general_plugins``, in every process that it starts. `drafter
+export --format vllm` writes the folder that vLLM then takes as ``model`` of a speculative config. Its
+``model.safetensors`` holds the drafter's own tensors, and two more that the target lends:
 
     final_norm.weight [D]      gain of the norm behind the target's last layer: vLLM hands over states before that norm
     lm_head.weight    [R, D]   output rows of the draft vocabulary, for a tied head over a part of the vocabulary
 
-A tied head over the whole vocabulary shares the target's output matrix in vLLM's memory. ``config.json`` describes to
-vLLM a draft model of hidden size 2D or a few more with one attention layer; the drafter's own fields stand under
-``drafter``, the target's under ``target``, and ``copying`` says whether drafts are mixed with copies from the text.
+A tied head over the whole vocabulary shares the target's output matrix. ``config.json`` describes to vLLM a draft model
+of hidden size 2D or a few more with one attention layer, with the drafter's own fields under ``drafter``.
 
 Shapes: R draft vocabulary · D the target's hidden size.
 """

@@ -1,12 +1,10 @@
 """Copies from the text in vLLM's chain: where the text is kept, and how its copies change the logits.
 
-vLLM hands a draft model neither the text nor memory of its own, except for keys and values. The attention layer of the
-draft model is never called, so :class:`Text` keeps token ids in its slots. Input ids arrive shifted by one: slot s
-holds the token of position s + 1. A rejected draft is overwritten when vLLM reaches its position again, and the blocks
-of a cached prefix hold their tokens already, because vLLM computes the last block of a prefix again for a draft model.
-
-From one draft token to the next, vLLM hands a draft model its own output back. Four numbers behind [h; s] therefore
-carry the slot of the root and how many tokens were drafted behind it (:func:`encode_place`).
+vLLM hands a draft model no memory but keys and values. The attention layer of the draft model is never called, so
+:class:`Text` keeps token ids in its slots. Input ids arrive shifted by one: slot s holds the token of position s + 1. A
+rejected draft is overwritten when vLLM reaches its position again, and the blocks of a cached prefix hold their tokens
+already. Four numbers behind [h; s] carry the slot of the root and how many tokens were drafted behind it
+(:func:`encode_place`) from one draft token to the next.
 
 Shapes: B rows · T tokens of a forward · P blocks of the cache · H key/value heads · J slots of a block · X elements of
 a slot · M blocks of a row · S slots of a text · R draft vocabulary · V vocabulary.

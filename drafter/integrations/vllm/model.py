@@ -1,15 +1,15 @@
 """The class that vLLM runs as the draft model of its method ``eagle3``: :class:`RecurrentDrafter` behind vLLM's calls.
 
-vLLM hands the draft model the target's states, and hands it back its own output with each further token. A state of
-size 2D therefore carries [h; s]: h, the context as the head reads it, stays as it is, and s makes one step a token.
+vLLM hands the draft model the target's states, and then its own output with each further token. A state of size 2D
+therefore carries [h; s]: h, the context as the head reads it, stays as it is, and s makes one step a token.
 
     combine_hidden_states(states of the target's layers)   ->  [h; 0]
     forward(token ids, [h; s])                              ->  [h; step(s, e)]
     compute_logits([h; s])                                  ->  logits over the target's vocabulary
 
-The input ids of the first call are shifted by one, so that its last token is the root. vLLM keeps no state of a draft
-model but keys and values, and needs a layer that has some: the attention layer here is never called. With copies from
-the text, its slots hold the text, and the state is a few numbers larger (:mod:`drafter.integrations.vllm.copies`).
+The input ids of the first call are shifted by one, so that its last token is the root. vLLM needs a layer with keys and
+values: the attention layer here is never called, and holds the text for copies
+(:mod:`drafter.integrations.vllm.copies`).
 
 Shapes: T tokens of a forward · B rows · A states of the target's layers · C context size · D hidden size · E size of a
 state · R draft vocabulary · V vocabulary · M blocks of a row.

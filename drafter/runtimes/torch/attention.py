@@ -1,11 +1,9 @@
-"""Attention of several tokens under a mask, over the slots of a cache.
+"""Attention of several tokens under a mask, over the slots of a cache. transformers' own SDPA attention copies the keys
+and values of every layer once for each query head of a group when several tokens come with a mask; here the heads of a
+group become further queries of one head.
 
-transformers' own SDPA attention copies the keys and values of every layer once for each query head of a group when
-several tokens come with a mask. :func:`folded_attention` reads the slots where they are: the heads of a group become
-further queries of one head.
-
-Shapes: B rows · N nodes · G key/value heads · H query heads · R query heads of a group · S visible slots ·
-K head dimension.
+Shapes: B rows · N nodes · G key/value heads · H query heads · R query heads of a group · S visible slots · K head
+dimension.
 """
 
 from typing import TYPE_CHECKING, Any

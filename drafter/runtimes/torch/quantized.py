@@ -1,12 +1,8 @@
 """Checkpoints whose weights come quantised: what their configuration says, and how transformers is to read them.
 
-transformers turns some schemes into plain numbers while it reads them. Such a target takes the memory of its dtype, and
-everything works on the target. Other schemes keep the storage of their library (torchao, bitsandbytes, gptqmodel),
-where that library is installed and runs on this machine: such targets decode and train as they are, and nothing packs,
-compiles or exports them.
-
-``--quantization`` rounds the weights of linear layers to small integers in groups of 32 inputs. The target keeps plain
-numbers, those of its rounded weights: it is another model, with its own text.
+transformers turns some schemes into plain numbers while it reads them. Others keep the storage of their library
+(torchao, bitsandbytes, gptqmodel): such targets decode and train as they are, and nothing packs, compiles or exports
+them. ``--quantization`` rounds the weights of linear layers in groups of 32 inputs: another model, with its own text.
 
 Shapes: O outputs · I inputs.
 """

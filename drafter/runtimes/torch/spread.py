@@ -1,12 +1,10 @@
 """Targets that fit no single device.
 
-``--device-map``: the layers lie on several devices of one process, or wait in main memory or on disk (accelerate).
-Embeddings, final norm and output matrix, which others read directly, lie on one device: the main one. A layer that
-waits in main memory or on disk comes to the main device for each forward.
+``--device-map``: the layers lie on several devices of one process, or wait in main memory or on disk (accelerate) and
+come to the main device for each forward. Embeddings, final norm and output matrix lie on the main device.
 
 Training may share a target: every process of a node keeps its share of every layer and gathers a layer while it runs
-(FSDP); embeddings, final norm and output matrix stay whole everywhere. All processes of a node must make as many
-forwards.
+(FSDP). All processes of a node must make as many forwards.
 """
 
 import logging
