@@ -252,8 +252,10 @@ class Engine:
         if not active:
             return []
         proposer = self._proposer_for(active)
-        if proposer.reads_every_token:
-            self._catch_up(proposer, active)
+        if proposer.reads_every_token:  # the prompts, and the tokens of steps without the proposer
+            for request in active:
+                if request.num_drafted < request.num_committed - 1:
+                    proposer.admit(request.row, [*request.prompt_ids, *request.token_ids], request.num_drafted)
         num_rows = min(bucket(len(rows)), self.plan.max_num_seqs)
         started = time.perf_counter()
         emitted = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
@@ -262,17 +264,14 @@ class Engine:
         if self._sizer is not None and self._is_sized:
             self._sizer.observe(accepted, seconds, runner.num_verified)
             self._tell(self._sizer)
-        return [self._taken(update, proposer) for update in emitted]
-
-    def _taken(self, update: Update, proposer: Proposer) -> Update:
-        """The part of a step's tokens that belongs to the answer, which has it now."""
-        request = update.request
-        taken = request.extend(update.token_ids)
-        if proposer.reads_every_token:
-            request.num_drafted = request.num_committed
-        logprobs = update.logprobs and update.logprobs[: len(taken)]
-        reason = request.finish_reason
-        return Update(request, taken, request.num_accepted[-1], reason, logprobs, update.tree)
+        updates = []
+        for request, emitted_ids, _, _, logprobs, tree, *_ in emitted:
+            taken = request.extend(emitted_ids)
+            if proposer.reads_every_token:
+                request.num_drafted = request.num_committed
+            logprobs = logprobs and logprobs[: len(taken)]
+            updates.append(Update(request, taken, request.num_accepted[-1], request.finish_reason, logprobs, tree))
+        return updates
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
         """Draft with another drafter of the same target from the next step on. Call between steps. Running requests,
@@ -369,12 +368,6 @@ class Engine:
     def num_nodes(self) -> int:
         """N of the largest tree that a step may have."""
         return max(each.num_nodes for each in (self.proposer, *self._by_tree.values()))
-
-    def _catch_up(self, proposer: Proposer, active: list[Request]) -> None:
-        """Bring a proposer with a cache of its own the prompts, and the tokens of steps without it."""
-        for request in active:
-            if request.num_drafted < request.num_committed - 1:
-                proposer.admit(request.row, [*request.prompt_ids, *request.token_ids], request.num_drafted)
 
     def _arrange(self, runner: Runner) -> None:
         self._is_arranged = False

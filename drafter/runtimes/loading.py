@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Weights that no forward reads: tables of rotations, masks, and scales beside weights that came quantised.
 _HARMLESS = re.compile(r"rotary_.*emb\.|inv_freq$|(attn|attention)\.(masked_)?bias$|scale|zero_point")
-QUANTIZATIONS = ("none", *BITS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,7 +71,8 @@ def _load_torch(spec: Spec) -> Target:
 
 def _read_model(spec: Spec, place: Path | str) -> tuple[Any, str]:
     """The model on its devices, and the scheme by which its checkpoint was quantised; empty for plain weights."""
-    dtype = resolve_dtype(spec.dtype, spec.device)
+    own_dtype = torch.float32 if spec.device.type == "cpu" else torch.bfloat16
+    dtype = DTYPES.get(spec.dtype, own_dtype)
     shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
     scheme, arguments = reading_of(place, shared)
     if scheme and (spec.device_map is not None or spec.quantization != "none"):
@@ -120,10 +120,6 @@ def _check_layers(files: Sequence[Path]) -> None:
         raise ValueError(f"config.json asks for {wanted:,} layers, and its files hold {most:,}")
 
 
-def _parents(name: str) -> list[str]:
-    return [name.rsplit(".", 1)[0], name.rsplit(".", 2)[0]]
-
-
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
     """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
 
@@ -147,7 +143,7 @@ def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -
         parts = {name for name, _ in model.named_modules() if name}
         unread = (name for name in report["unexpected_keys"] if not _HARMLESS.search(name))
         # Of a part that the model has, or of its layer; others belong to towers and heads that are left out.
-        if lost := sorted(name for name in unread if not parts.isdisjoint(_parents(name))):
+        if lost := sorted(name for name in unread if not parts.isdisjoint([name.rsplit(".", n)[0] for n in (1, 2)])):
             raise ValueError(f"its files hold {len(lost)} weights that the model does not read, first {lost[0]}")
         return model
     raise errors[0]
@@ -175,7 +171,7 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
     transformers_logging.disable_progress_bar()
     require_choice("runtime", runtime, ("auto", *RUNTIMES))
     require_choice("dtype", spec.dtype, ("auto", *DTYPES, "stored"))
-    require_choice("quantization", spec.quantization, QUANTIZATIONS)
+    require_choice("quantization", spec.quantization, ("none", *BITS))
     if spec.quantization != "none" and not spec.is_whole:
         raise ValueError(
             f"--quantization {spec.quantization} runs in one process on one device: leave out the option, or what "
@@ -209,13 +205,6 @@ def resolve_device(device: str) -> torch.device:
             f"--device {device!r}: torch finds {', '.join(['cpu', *here])} here; use one of these, or auto"
         )
     return torch.device(device)
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Turn one of :data:`DTYPES` or ``auto`` (float32 on a CPU, else bfloat16) into a torch dtype."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[dtype]
 
 
 def training_dtype(device: torch.device) -> str:

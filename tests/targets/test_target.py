@@ -16,7 +16,7 @@ from torch import Tensor
 from drafter.decoding.tree import ancestors
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.loading import load_target, resolve_device, resolve_dtype, training_dtype, wrap_model
+from drafter.runtimes.loading import load_target, resolve_device, training_dtype, wrap_model
 from drafter.runtimes.torch.attention import FOLDED_ATTENTION
 from drafter.runtimes.torch.cache import SlotCache
 from drafter.targets.fingerprint import fingerprint_of
@@ -243,11 +243,6 @@ def test_devices_are_the_ones_that_torch_finds(monkeypatch: pytest.MonkeyPatch) 
             resolve_device(device)
     finds("mps")  # Apple's GPUs have no float64, in which the noise of sampling is computed
     assert resolve_device("auto") == torch.device("cpu") and resolve_device("mps") == torch.device("mps")
-
-
-def test_dtypes_by_name() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert resolve_dtype("auto", cpu) == torch.float32 and resolve_dtype("auto", cuda) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
