@@ -64,9 +64,8 @@ class Proposer:
         raise NotImplementedError
 
     def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        """Draft, and pack the N - 1 best nodes behind the root of every row. Arguments as of :meth:`draft`.
-
-        A row with a score that is no number gets no drafts and is marked: nobody waits for an accelerator here.
+        """Draft, and pack the N - 1 best nodes behind the root of every row; a row with a score that is no number is
+        marked.
         """
         token_BM, parent_BM, score_BM = self.draft(rows, noise)
         has_failed_B = score_BM.isnan().any(dim=1)

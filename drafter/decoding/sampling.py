@@ -79,10 +79,7 @@ def _uniform(word: Tensor) -> Tensor:
 
 
 def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = 0) -> Tensor:
-    """[B] int64, [B, T] int64, [M] or [B, 1, M] int64 -> [B, T, M] int64: 64 bits for each (seed, position, token id).
-
-    Within one (seed, position) the bits of different tokens always differ, because mix64 is a bijection.
-    """
+    """[B] int64, [B, T] int64, [M] or [B, 1, M] int64 -> [B, T, M] int64: 64 bits for each seed, position and token."""
     start_BT = _stream_start_BT(seed_B, position_BT, stream)
     return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)
 
@@ -102,9 +99,7 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stre
 
 
 class Noise(NamedTuple):
-    """Noise of the target's picks, hashed where somebody asks; the pick at depth d has position length + d + 1, where
-    length is the root's position.
-    """
+    """Noise of the target's picks, hashed where somebody asks; the pick at depth d has position length + d + 1."""
 
     seed_B: Tensor
     length_B: Tensor
@@ -151,8 +146,7 @@ def make_warp(
     params: Iterable[SamplingParams], device: torch.device | str = "cpu", *, with_kernels: bool | None = None
 ) -> Warp:
     """B sampling parameters -> Warp on device. A greedy row loses its filters, which cannot change the argmax.
-
-    ``with_kernels`` says for tensors on their way to another device whether kernels will read them there.
+    ``with_kernels``: whether kernels will read the tensors on another device.
     """
     rows = [each if each.temperature > 0 else _GREEDY for each in params]
     is_fused = has_kernels(torch.device(device)) if with_kernels is None else with_kernels
@@ -195,10 +189,8 @@ def _below_top_k(warped_BNV: Tensor, warp: Warp) -> Tensor:
 
 
 def _below_top_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
-    """Tokens below the nucleus; none where top-p is off (Holtzman et al. 1904.09751).
-
-    A token is in the nucleus when the tokens ranked above the token hold less than top_p of the mass. Sums run in
-    float64, so that the order of summation does not decide about a token at the edge.
+    """Tokens below the nucleus, above which less than top_p of the mass lies; none where top-p is off (Holtzman et al.
+    1904.09751). Sums run in float64, so that their order does not decide about a token at the edge.
     """
     B, N, V = warped_BNV.shape
     warped_XV = warped_BNV.flatten(0, 1)
@@ -232,10 +224,8 @@ def argmax(values_V: Tensor) -> Tensor:
 
 
 def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
-    """[B, N, V], [B, N, V] -> [B, N] int64: argmax(warped logits + noise), the lowest id among equals.
-
-    Greedy rows ignore the noise. Noise with N = 1 or B = 1 is broadcast. None: no row samples (warp.has_noise is
-    False).
+    """[B, N, V], [B, N, V] -> [B, N] int64: argmax(warped logits + noise), the lowest id among equals. Greedy rows
+    ignore the noise, which may have N = 1 or B = 1; None: no row samples.
     """
     if noise_BNV is None:
         assert not warp.has_noise, "a row with temperature > 0 needs noise"

@@ -170,8 +170,8 @@ class Engine:
         return 0 if self._runner is None else self._runner.num_failed_drafts
 
     def reserve(self, num_slots: int) -> None:
-        """Allocate a cache of at least ``num_slots`` slots per row, unless there is such a cache (ValueError: more than
-        ``max_model_len`` allows, the cache is in use, or memory does not suffice).
+        """Allocate a cache of at least ``num_slots`` slots per row, unless there is one (ValueError: in use, or no
+        memory).
         """
         if self._runner is not None and self._runner.num_slots >= num_slots:
             return
@@ -203,8 +203,7 @@ class Engine:
         *,
         want_text: bool = True,
     ) -> Request:
-        """A request for :meth:`add`; any thread may make one (ValueError: the prompt is empty, holds an unknown id, or
-        leaves no room for an answer).
+        """A request for :meth:`add`, in any thread (ValueError: an empty prompt, an unknown id, or no room to answer).
         """
         if not prompt_ids:
             raise ValueError("a prompt is empty: every prompt needs at least one token")
@@ -230,10 +229,7 @@ class Engine:
         return request
 
     def add(self, request: Request) -> Request:
-        """Queue a request, which starts at a step with a free row (ValueError where memory does not suffice).
-
-        ``request.finish("abort")`` takes the request out again, waiting or running.
-        """
+        """Queue a request (ValueError: no memory); ``request.finish("abort")`` takes it out, waiting or running."""
         self.reserve(self._num_slots_of(request))
         self._scheduler.waiting.append(request)
         return request
@@ -274,11 +270,11 @@ class Engine:
         return updates
 
     def replace_drafter(self, drafter: RecurrentDrafter) -> None:
-        """Draft with another drafter of the same target from the next step on. Call between steps. Running requests,
-        trees and measured sizes stay. The new drafter's steps are compiled, or tried once, before the old drafter goes.
+        """Draft with another drafter of the same target from the next step on, whose steps are compiled or tried first.
+        Call between steps. Running requests, trees and measured sizes stay.
 
-        ValueError, and the old drafter stays: the engine has no drafter, or the new one does not fit target, settings
-        or running rows.
+        ValueError, and the old drafter stays: there is none, or the new one does not fit target, settings or running
+        rows.
         """
         if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")
@@ -292,18 +288,15 @@ class Engine:
 
     def states(self, request: Request, start: int = 0) -> Tensor:
         """The hidden states that answering computed, where the plan has ``kept_layers``: bfloat16 [T, layers + 1, D],
-        from position ``start`` to the token before the last one, whose state nobody computed.
-
-        To be called before the step after the request's last one.
+        up to the token before the last one, whose state nobody computed. To be asked before the step after the
+        request's last one.
         """
         assert self._runner is not None and isinstance(self._runner.cache, CacheWithStates)
         return self._runner.cache.states(request.row, start, request.num_committed)
 
     def drop(self, keep: int = 0) -> list[Request]:
-        """After a step that raised: abort running requests, the latest first, until ``keep`` are left; the aborted
-        ones.
-
-        The others go on as if the step had not happened; none remains if the step failed while rows were set up.
+        """After a step that raised: abort running requests, the latest first, until ``keep`` are left, which go on as
+        if the step had not happened; the aborted ones. None is left if the step failed while rows were set up.
         """
         running = sorted(
             (item for item in self._scheduler.rows if not item.is_finished), key=lambda item: item.request_id
@@ -347,8 +340,8 @@ class Engine:
         return ", ".join(words)
 
     def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
-        """The method's proposer with the most nodes, and the proposers of all trees that the sizer may choose
-        (ValueError: a model does not fit, or the drafter's numbers over real texts are not finite).
+        """The method's largest proposer, and those of all trees that the sizer may choose (ValueError: a model does not
+        fit).
         """
         drafting, models = self.plan.drafting, (self.target, drafter, self._draft_model)
         by_tree: dict[Tree, Proposer] = {}

@@ -69,8 +69,8 @@ class LoadedModels(NamedTuple):
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
-    """A drafter on the target's device and in its number format, checked against the target (ValueError); ``name`` is a
-    folder, a drafter that comes with the package, or a hub id.
+    """A drafter (folder, name in the package, or hub id) as the target's device and format want it; ValueError: not
+    its.
     """
     return _ready(_read_drafter(name), target)
 
@@ -102,9 +102,7 @@ def _ready(drafter: "RecurrentDrafter", target: "Target") -> "RecurrentDrafter":
 
 
 def load_together(config: TargetConfig, drafter: str | None, draft_model: str | None) -> LoadedModels:
-    """The target with its drafter or draft model, compared by their files before any weights are read (ValueError: a
-    model cannot be loaded, or is no model for this target).
-    """
+    """The target with its drafter or draft model, compared by their files before any weights are read (ValueError)."""
     from drafter.targets.catalog import load_tokenizer, text_config_of
 
     found = None if drafter is None else _read_drafter(drafter)

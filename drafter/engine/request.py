@@ -25,9 +25,8 @@ _LONGEST_WINDOW = 8  # tokens that are decoded again with each new one
 
 
 def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
-    """Token ids of user messages, conversations and lists of token ids; ``raw``: texts without chat template.
-
-    ValueError: a prompt of another form, a single prompt in place of a list, or a chat template that fails.
+    """Token ids of texts (``raw``: without chat template), conversations and lists of token ids; ValueError: another
+    form, a single prompt in place of a list, or a chat template that fails.
     """
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int)):
         raise ValueError("prompts must be a list of prompts, even of one: [prompt]")
@@ -212,9 +211,7 @@ class Request:
         return (self.finished or time.perf_counter()) - self.started
 
     def extend(self, emitted: Sequence[int]) -> list[int]:
-        """Append the tokens of a step (accepted draft tokens, then the bonus token), cut exactly where decoding token
-        by token would have ended; the appended tokens.
-        """
+        """Append a step's tokens, cut exactly where decoding token by token would have ended; the appended tokens."""
         assert self.finish_reason is None
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -257,9 +254,8 @@ class TokenLogprob(NamedTuple):
 
 
 class StepTree(NamedTuple):
-    """The draft tree of one row, without padding, and the accepted path. Node 0 is the root, its own parent, chosen by
-    the step before; ``path`` has the accepted nodes, root included; ``bonus_id`` is the target's own token after the
-    path.
+    """The draft tree of one row, without padding: node 0 is the root, its own parent; ``path`` has the accepted nodes,
+    root included; ``bonus_id`` is the target's own token behind the path.
     """
 
     token_ids: list[int]
@@ -271,9 +267,8 @@ class StepTree(NamedTuple):
 class Update(NamedTuple):
     """What a step brought to one request, as it was at the step's end.
 
-    ``token_ids`` are new tokens, ``num_accepted`` of them drafted; from :meth:`drafter.engine.runner.Runner.step` also
-    those behind the end of the answer. ``index`` and ``text`` belong to :meth:`drafter.engine.engine.Engine.stream`:
-    the prompt's place, and the new text.
+    The runner's ``token_ids`` go beyond the answer's end. ``index`` and ``text`` are of :meth:`Engine.stream`: the
+    prompt's place, and the new text.
     """
 
     request: Request

@@ -44,10 +44,8 @@ class _Wanted(NamedTuple):
 
 
 class Runner:
-    """Rows 0 .. num_rows-1 on the target's device: cache, roots, lengths, contexts, noise.
-
-    A row needs ``num_slots`` for its greatest length plus N. ``context_layers`` of the target are those that the
-    drafter reads; empty: the final hidden state.
+    """Rows 0 .. num_rows-1 on the target's device: cache, roots, lengths, contexts, noise. A row needs ``num_slots``
+    for its greatest length plus N.
     """
 
     def __init__(self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...]) -> None:
@@ -161,8 +159,7 @@ class Runner:
     @torch.inference_mode()
     def step(self, proposer: Proposer, num_rows: int, requests: Sequence[Request], max_committed: int) -> list[Update]:
         """Propose, verify, accept, commit for the rows 0 .. num_rows-1; the result of each request that decodes. Other
-        rows, in prefill or padding of a bucket, only keep the shape. The host knows ``max_committed``, the slots of the
-        longest row.
+        rows, in prefill or padding of a bucket, only keep the shape. The longest row has ``max_committed`` slots.
         """
         self._tell(requests)
         self._guides = {request.row: request.guide for request in requests if request.guide is not None}
@@ -190,9 +187,8 @@ class Runner:
     def _run(
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
     ) -> Parts[tuple[Tensor, dict[str, Tensor]]]:
-        """A step on the device: its results as packed words, and the results. It yields the host's part of grammars.
-
-        What a step reads besides tensors of fixed addresses is in the key of its graph.
+        """A step on the device: its results as packed words, and as tensors; yields the host's part of grammars. What
+        it reads besides tensors of fixed addresses is in the key of its graph.
         """
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
@@ -238,8 +234,8 @@ class Runner:
         emitted_BZ: Tensor,
         wanted: _Wanted,
     ) -> dict[str, Tensor]:
-        """Whether drafts failed, number and ids of the emitted tokens [B, L + 3]; then, where a request asks for them,
-        log-probabilities of the rows that ask, and the trees of all rows.
+        """Failure of drafts, number and ids of emitted tokens [B, L + 3]; then asked log-probabilities, and trees of
+        all rows.
         """
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
@@ -279,10 +275,7 @@ class Runner:
         return handed
 
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
-        """Record the steps of these proposers for every bucket of rows, with a bar; without graphs, try each once.
-
-        These steps have no active row and change nothing.
-        """
+        """Record the proposers' steps for every bucket of rows; without graphs, try each once. No row changes."""
         buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
         is_on = self._graphs.is_on
         sizes, kinds = (sorted(buckets), _WARM_PARAMS) if is_on else ([1], _WARM_PARAMS[:1])
@@ -324,9 +317,8 @@ class Runner:
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int, *, keeps_logits: bool
     ) -> Parts[tuple[AcceptedPath, Tensor, Tensor]]:
-        """Run the target over the trees and accept paths: the paths, logits [B, N, V] and contexts [B, N, C].
-
-        The logits are the target's own if ``keeps_logits``; else rules may have changed the logits.
+        """Run the target over the trees and accept paths: the paths, logits [B, N, V], which rules have changed unless
+        ``keeps_logits``, and contexts [B, N, C].
         """
         token_BN, depth_BN = candidates.token_BN, candidates.depth_BN
         ancestor_BNN = ancestors(candidates.parent_BN, max_depth)
@@ -459,9 +451,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes: int) -> None:
-    """Refuse an engine whose caches and logits do not fit, before they are allocated (ValueError with both numbers).
-    ``models``: the target and, if there is one, the draft model, which has a cache of its own.
-    """
+    """Refuse an engine whose caches and logits do not fit, before they are allocated (ValueError with both numbers)."""
     target = models[0]
     free = [available_bytes(device) for device in {*target.traits.layer_devices, target.device}]
     cache = sum(model.runtime.cache_bytes(num_rows, num_slots) for model in models)

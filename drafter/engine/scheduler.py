@@ -29,10 +29,8 @@ class Schedule(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served, over a fixed number of rows.
-
-    Running requests have the rows 0 .. n-1, so that a step runs over the first rows only. A waiting request takes a
-    finished row; without one, the last running request moves there.
+    """First come, first served. Running requests have the rows 0 .. n-1, so that a step runs over the first rows only.
+    A waiting request takes a finished row; without one, the last running request moves there.
     """
 
     def __init__(self, num_rows: int, *, shares_prefixes: bool = False) -> None:
@@ -96,10 +94,8 @@ class Scheduler:
 
 
 class PrefixIndex:
-    """The token ids whose keys and values are in each row of the cache, for running and finished requests.
-
-    The common prefix of a row and a new prompt can be copied. The slots of a finished request stay until a new request
-    needs the row; then they move to the vacant row that was used longest ago.
+    """The token ids whose keys and values are in each row of the cache, for running and finished requests. The slots of
+    a finished request stay until a new request needs the row; then they move to the longest unused vacant row.
     """
 
     def __init__(self) -> None:

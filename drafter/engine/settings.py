@@ -101,9 +101,8 @@ class EngineOptions(TargetConfig, EngineConfig):
 
     @property
     def drafter_used(self) -> str | None:
-        """The drafter to load: the given one, else the package's drafter for this target.
-
-        None for ``none``, for a method without a drafter, and where a draft model drafts.
+        """The given drafter, else the package's for this target; None for ``none``, and where another way or model
+        drafts.
         """
         is_open = self.method is None and (self.draft_model is None or self.drafter is not None)
         if self.drafter == NO_DRAFTER or not (is_open or self.method == "drafter"):
@@ -230,8 +229,8 @@ def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: b
 def _measured(
     config: EngineConfig, target: "Target", drafter: "RecurrentDrafter", *, is_compiled: bool
 ) -> tuple["TunedSizes | None", str]:
-    """The measured sizes and their file, or None and the reason why there are none (ValueError: the file is damaged, or
-    the user's file does not fit).
+    """The measured sizes and their file, or None and why there are none (ValueError: a damaged file, or a user's
+    misfit).
     """
     from drafter.engine.tuned import conditions_of, misfit, read_tuned
 
@@ -254,8 +253,8 @@ def _measured(
 
 
 def tuned_path(drafter: str | Path) -> Path:
-    """Path of a drafter's measured sizes: in the drafter's folder, else under ``$DRAFTER_HOME/tuned``: the folder of a
-    drafter of the package may be read-only, and a drafter of the hub has no folder of the user.
+    """Path of a drafter's measured sizes: in its folder, else (in the package, of the hub) under
+    ``$DRAFTER_HOME/tuned``.
     """
     from drafter.models.files import TUNED_FILE
     from drafter.targets.catalog import home_folder

@@ -14,9 +14,7 @@ from drafter.targets.target import Target
 
 
 class CacheWithStates:
-    """A cache (:class:`drafter.runtimes.base.RowCache`) that also keeps the hidden states of its slots in bfloat16:
-    those of ``layers``, with the final ones behind them.
-    """
+    """A cache that also keeps the hidden states of its slots in bfloat16: those of ``layers``, and the final ones."""
 
     def __init__(self, target: Target, inner: RowCache, layers: tuple[int, ...]) -> None:
         self._target, self._inner, self._layers = target, inner, layers

@@ -43,8 +43,8 @@ _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calib
 
 
 class Tree(NamedTuple):
-    """Size of a tree: beam width W, draft length L, nodes N (root included). N = 1 is plain decoding; L = 0 is a tree
-    of copies from the text alone, along W matches.
+    """Beam width W, draft length L, nodes N (root included). N = 1 is plain decoding; L = 0: copies alone, of W
+    matches.
     """
 
     beam_width: int
@@ -79,8 +79,8 @@ LIVE_TREES = {Tree(2, 2, 4): 1.9, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 
 
 @dataclass(frozen=True)
 class MeasuredTree:
-    """A tree with its measured speed at some number of rows: a row's tokens in a step on the calibration prompts, and
-    the duration of a step of all rows.
+    """A tree's measured speed: a row's tokens in a step on the calibration prompts, and the duration of a step of all
+    rows.
     """
 
     beam_width: Size
@@ -100,9 +100,7 @@ class MeasuredTree:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The measured trees for at most ``num_rows`` rows: plain decoding, and every tree that is fastest at some
-    acceptance.
-    """
+    """The measured trees for at most ``num_rows`` rows: plain decoding, and all that are fastest at some acceptance."""
 
     num_rows: Annotated[int, Field(ge=1)]
     choices: Annotated[tuple[MeasuredTree, ...], Field(fail_fast=True)]
@@ -136,9 +134,7 @@ class TunedSizes:
 
 
 def read_tuned(path: Path) -> TunedSizes:
-    """The measured sizes of a file; further keys of the file are ignored (FileNotFoundError; ValueError: the file has
-    another schema, or impossible numbers).
-    """
+    """The measured sizes of a file (FileNotFoundError; ValueError: another schema, or impossible numbers)."""
     try:
         content = read_json(path)
     except ValueError as error:
@@ -163,10 +159,7 @@ def is_tuned_file(path: Path) -> bool:
 
 @dataclass
 class _Acceptance:
-    """Accepted draft tokens over the expected ones, both decaying, for the trees of one kind.
-
-    The ratio scales the tokens per step of all these trees alike, which is an approximation.
-    """
+    """Accepted draft tokens over the expected ones, both decaying, approximately alike for the trees of one kind."""
 
     weight: float  # of the expectation, in drafted tokens
     kept: float = 0.0
@@ -298,9 +291,7 @@ class Sizer:
         return best if self._rate(best) > _GAIN_TO_SWITCH * self._rate(present) else present
 
     def _floor(self, best: MeasuredTree) -> MeasuredTree:
-        """Copies in place of plain decoding, as long as they pay where there is something to copy: a tree without
-        copies is a plain step.
-        """
+        """Copies in place of plain decoding while they pay: where there is nothing to copy, a step is a plain one."""
         choices = self._table.get(self._rows, {})
         copies = [choice for tree, choice in choices.items() if tree.is_copies]
         if not (self._is_live and best.tree.is_plain and self._copy_gain > 0 and copies):

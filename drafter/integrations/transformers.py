@@ -141,10 +141,8 @@ def generate(
     engine_config: EngineConfig | None = None,
     **settings: Any,
 ) -> Tensor:
-    """``model.generate(inputs, **settings)`` with a drafter; :class:`DrafterDecoder` is for many calls.
-
-    ``inputs`` may be the output of a tokenizer. Other arguments, result and errors: see :class:`DrafterDecoder` and its
-    :meth:`DrafterDecoder.generate`.
+    """``model.generate(inputs, **settings)`` with a drafter, once (:meth:`DrafterDecoder.generate`); ``inputs`` may be
+    the output of a tokenizer.
     """
     if isinstance(inputs, Mapping):
         settings = {**inputs, **settings}

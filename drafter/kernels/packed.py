@@ -48,8 +48,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
-    """Replace every ``nn.Linear`` (not its subclasses) of a module for which :func:`can_pack` holds; the number of
-    replaced layers. Those to ``keep`` keep their plain weight as ``weight``.
+    """Replace every ``nn.Linear`` (not its subclasses); the number of layers. Those to ``keep`` keep their plain
+    weight.
     """
     found = [
         (parent, name, child)

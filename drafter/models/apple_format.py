@@ -35,8 +35,8 @@ _CHUNK_ROWS = 8192  # rows of the vocabulary multiplied out at once, in float32
 def to_apple(
     config: DrafterConfig, tensors: Mapping[str, Tensor], output_weight_VD: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """A drafter's tensors under their published names, in the dtype of ``head.weight``; a tied head needs the target's
-    output matrix (ValueError: the format cannot express a field of the drafter, which the message names).
+    """A drafter's tensors under their published names; a tied head needs the target's output matrix (ValueError: a
+    field that the format cannot express).
     """
     _check_expressible(config)
     head = tensors["head.weight"]

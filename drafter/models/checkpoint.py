@@ -31,8 +31,8 @@ class _Content(TypedDict):
 
 
 def read_trained(path: str | Path) -> dict[str, Any]:
-    """A trainer's checkpoint, tensors and plain data only (ValueError: missing, damaged, not written by ``drafter
-    train``, or holding pickled objects).
+    """A trainer's checkpoint, tensors and plain data only (ValueError: missing, damaged, of others, with pickled
+    objects).
     """
     path = Path(path)
     if not path.is_file():

@@ -36,9 +36,7 @@ _log = logging.getLogger(__name__)
 
 class RnnCell(nn.Module):
     """The published cell: s' = SiLU(W e + U s + b) (arXiv 2403.09919, and Apple's ml-recurrent-drafter).
-
-    ``embedding_scale`` brings the embeddings to rms 1, so that W e is as large as U s from the first step of training;
-    W and the scale only occur as a product, so the scale folds into W for export.
+    ``embedding_scale`` makes W e as large as U s from the first step of training, and folds into W for export.
     """
 
     def __init__(self, hidden_size: int, embedding_scale: float) -> None:
@@ -53,9 +51,8 @@ class RnnCell(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(linear(x)). The residual stays in the target's own units, the linear layer reads scaled input.
-
-    With a rank the matrix is a product of two narrow ones.
+    """x + SiLU(linear(x)): the residual in the target's own units, scaled input for the layer, which a rank makes
+    narrow.
     """
 
     def __init__(self, size: int, rank: int | None) -> None:
@@ -83,10 +80,8 @@ class Rounded(NamedTuple):
 
 
 class RecurrentDrafter(nn.Module):
-    """The drafter; see the module's text for its mathematics.
-
-    A plain module with the methods of transformers' models that a drafter needs: the base class of those models takes
-    two seconds to import, at every start of a command.
+    """The drafter, a plain module with the methods of transformers' models that it needs: the base class of those
+    models takes two seconds to import, at every start of a command.
     """
 
     config_class = DrafterConfig  # read by transformers' AutoModel
@@ -127,8 +122,8 @@ class RecurrentDrafter(nn.Module):
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
-        """A drafter in the published format (:mod:`drafter.models.apple_format`), for any target of its sizes (OSError:
-        no such checkpoint; ValueError: a damaged file, or one that has no counterpart here).
+        """A drafter in the published format, for any target of its sizes (OSError; ValueError: damaged, or no
+        counterpart here).
         """
         from drafter.models.apple_format import config_from_apple, from_apple
 
@@ -145,11 +140,9 @@ class RecurrentDrafter(nn.Module):
         config: DrafterConfig | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Read an exported folder, or ``owner/name`` of the hub, and check the whole folder before use. ``dtype`` None:
-        as in the file. ``config`` and further arguments are those of ``AutoModel``, and change nothing here.
-
-        ValueError: a file is damaged, or config and tensors do not make a drafter; one line names the part. OSError:
-        there is no such folder, here or on the hub.
+        """Read and check an exported folder, or ``owner/name`` of the hub. ``dtype`` None: as in the file. ``config``
+        and further arguments are those of ``AutoModel``, and change nothing. ValueError: a file is damaged, or config
+        and tensors do not make a drafter; one line names the part. OSError: there is no such folder.
         """
         folder = Path(name)
         if not folder.is_dir():
@@ -193,9 +186,7 @@ class RecurrentDrafter(nn.Module):
 
     def bind(self, target: Any) -> Self:
         """Check that this is the drafter's target (ValueError that names both if not) and, for a tied head, take its
-        output rows. Call again after a move of the drafter to another device or dtype.
-
-        The rows [R, D] are one contiguous tensor in the drafter's dtype: reading them is what a drafting step costs.
+        output rows: one contiguous tensor. Call again after a move of the drafter to another device or dtype.
         """
         check_target(self.config, target)
         if self.config.head == "tied" and not self._is_bound(target):
@@ -214,8 +205,8 @@ class RecurrentDrafter(nn.Module):
         return (rows_RD.device, rows_RD.dtype) == (self.device, self.dtype)
 
     def pack(self) -> Self:
-        """Let the native search draft, where there is one, with weights rounded to 8 bits (:meth:`rounded`); for
-        decoding only. The weights must not change any more.
+        """Let the native search draft, where there is one, in 8 bits; for decoding only: the weights must not change
+        any more.
         """
         self.is_packed = True
         return self
@@ -264,10 +255,8 @@ class RecurrentDrafter(nn.Module):
         return self.cell(embedding_XD.to(state_XD.dtype), state_XD)
 
     def fuse(self, context_XC: Tensor) -> Tensor:
-        """The part of the context that the head reads: [..., C] -> [..., D].
-
-        The last of several layers is the target's final hidden state, which the target has normalised. The residual
-        streams of the others grow from layer to layer: each is brought to the rms of a final hidden state.
+        """The part of the context that the head reads: [..., C] -> [..., D]. The last of several layers is normalised
+        by the target; the residual streams of the others are brought to the rms of a final hidden state.
         """
         if self.fuse_context is None:
             return context_XC.to(self.compute_dtype)
@@ -295,9 +284,8 @@ class RecurrentDrafter(nn.Module):
         return self.output_rows_RD
 
     def logits(self, context_XC: Tensor, state_XD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D]. Index r stands for
-        target token ``draft_token_ids_R[r]``. Leading dimensions broadcast: context [B, 1, C] with state [B, W, D] is
-        fine.
+        """Logits over the draft vocabulary [..., R] for contexts [..., C] and states [..., D], whose leading dimensions
+        broadcast. Index r stands for target token ``draft_token_ids_R[r]``.
         """
         feature_X = self.features(self.fuse(context_XC), state_XD)
         if self.config.head == "full":

@@ -21,9 +21,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, in memory of their own: a later change of the file changes none (ValueError: a
-    damaged file; FileNotFoundError).
-    """
+    """The tensors of a safetensors file, in memory of their own (ValueError: a damaged file; FileNotFoundError)."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
@@ -52,9 +50,8 @@ def round_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], vocab_size: int, where: str) -> None:
-    """Refuse the tensors of a file that do not make a drafter (ValueError naming ``where`` and the tensor): one is
-    missing, unknown, of another shape or type than ``wanted``, or holds NaN or infinity; or draft token ids are out of
-    range or do not ascend.
+    """ValueError naming ``where`` and a tensor that is missing, unknown, of another shape or type than ``wanted``, or
+    holds NaN or infinity; or draft token ids that are out of range or do not ascend.
     """
     for name in sorted(wanted.keys() ^ tensors.keys()):
         raise ValueError(f"{where}: tensor {name!r} is {'missing' if name in wanted else 'unknown'}")

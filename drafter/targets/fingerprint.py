@@ -62,8 +62,7 @@ def ends_in_model(decoder: nn.Module) -> Iterator[tuple[str, float, float]]:
 
 def ends_in_files(files: Sequence[Path]) -> Iterator[tuple[str, float, float]]:
     """The ends of the matrices of plain numbers in safetensors files, of which only these entries are read (OSError or
-    SafetensorError: a file cannot be read). Where files are named model*, as transformers names them, the others are
-    copies in another layout, or adapters.
+    SafetensorError). Files beside those named model* are copies in another layout, or adapters.
     """
     for path in [path for path in files if path.name.startswith("model")] or files:
         with safe_open(path, framework="pt") as file:

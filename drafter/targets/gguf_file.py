@@ -147,9 +147,8 @@ def _read_config(header: Header, folder: Path) -> Any:
 
 
 def _check_tensors(header: Header, config: Any) -> str:
-    """What is wrong with tensors that the header's model does not read; empty where there are none.
-
-    ValueError if the file holds fewer values than the model of its header has.
+    """What is wrong with tensors that the header's model does not read, empty where there are none; ValueError if the
+    file holds fewer values than the model has.
     """
     import gguf
 
@@ -168,8 +167,8 @@ def _check_tensors(header: Header, config: Any) -> str:
 
 
 def _rotate(config: Any, header: Header) -> str:
-    """Give the config the scaled rotation of positions that the file names, which transformers does not read; what is
-    not known of the rotation, empty where the config has all of it.
+    """Give the config the file's scaled rotation, which transformers does not read; what is not known of it, or
+    nothing.
     """
     unknown = "turns positions in a way that is not known here (%s)"
     rope = getattr(config, "rope_parameters", None) or {}
@@ -227,9 +226,8 @@ def _load_model(file: Path) -> Any:
 
 
 def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
-    """The tokenizer of `file` with its chat template.
-
-    The class that transformers has for the model reads the file at once; AutoTokenizer reads all lists twice before.
+    """The tokenizer of `file` with its chat template, by the class that transformers has for the model: AutoTokenizer
+    would read all lists twice before.
     """
     kind = config.model_type
     if TOKENIZER_MAPPING_NAMES.get(kind):
@@ -249,9 +247,7 @@ def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
 
 
 def _cut(tokenizer: Any, header: Header) -> str:
-    """Let a byte-level tokenizer cut a text by the rule that the file names, where transformers does not know most;
-    what is not known, empty for a known rule, or for a file that names none.
-    """
+    """Let a byte-level tokenizer cut a text by the file's rule; what is not known of the rule, or nothing."""
     name = header.value("tokenizer.ggml.pre")
     if header.value("tokenizer.ggml.model") != "gpt2" or name in (None, "default"):
         return ""

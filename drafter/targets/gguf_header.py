@@ -52,9 +52,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: Path, *, has_lists: bool = False) -> Header:
-    """The header of a GGUF file, with its lists of the vocabulary or without (ValueError: a header that does not
-    describe its file; names the file).
-    """
+    """The header of a GGUF file (ValueError: one that does not describe its file; names the file)."""
     memory = mapped(file)
     try:
         return _read(memory, has_lists)

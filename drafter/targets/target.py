@@ -66,9 +66,8 @@ class Target:
     def forward(
         self, token_BT: Tensor, slots: Slots | None = None, cache: Any = None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Run the decoder without its output matrix: token ids int64 [B, T] -> hidden [B, T, D] and context [B, T, C].
-
-        :meth:`drafter.runtimes.base.Runtime.forward` documents the arguments. ``cache`` is one of the runtime.
+        """Run the decoder without its output matrix (:meth:`drafter.runtimes.base.Runtime.forward`), over a cache of
+        its runtime.
         """
         assert (slots is None) == (cache is None), "slots are those of a cache"
         return self.runtime.forward(token_BT, slots, cache, context_layers)
@@ -88,8 +87,7 @@ class Target:
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
         """Token ids of conversations up to the opening of the assistant's turn, by the tokenizer's own template, a
-        stranger's program, which runs with limits of time and memory (ValueError: there is no template, or the template
-        refuses the messages or reaches a limit).
+        stranger's program with limits of time and memory (ValueError: none, it refuses, or it reaches a limit).
         """
         self._tokenizer()
         return self.encoder.map([[list(chat.messages), list(chat.tools), False, None] for chat in chats])
@@ -99,9 +97,8 @@ class Target:
         return self.new_encoder()
 
     def new_encoder(self) -> Fork:
-        """Encodes [a text, messages or pieces; tools; special tokens are escaped; most tokens] in its own process.
-
-        None for a prompt that certainly has more tokens.
+        """Encodes [a text, messages or pieces; tools; special tokens are escaped; most tokens]; None: certainly more
+        tokens.
         """
         tokenizer, name = self.tokenizer, self.name
 

@@ -10,7 +10,6 @@ import torch
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan
 from drafter.targets.target import Target
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, assert_lossless, ids, plan_of, requests, tiny_target
@@ -190,13 +189,3 @@ def test_rows_grow_between_calls_but_not_under_running_requests() -> None:
     while engine.has_work:
         engine.step()
     assert ids(engine.generate(prompts, longer)) == answers_of(shared_target(), prompts, longer)
-
-
-def test_beyond_so_many_rows_steps_are_plain() -> None:
-    sizes = (RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(4, 3, 12, 2.0, 1.0))),)
-    limited = new_engine(sizes=sizes)
-    together = limited.generate(KNOWN[:4], NO_EOS)  # equally long, so that none is ever alone
-    assert [item.num_target_forwards for item in together] == [len(item.token_ids) for item in together]
-    alone = limited.generate(KNOWN[:1], NO_EOS)[0]
-    assert alone.num_target_forwards < len(alone.token_ids)
-    assert ids(together) == ids(new_engine().generate(KNOWN[:4], NO_EOS)) and alone.token_ids == together[0].token_ids

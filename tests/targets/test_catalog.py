@@ -282,17 +282,6 @@ def test_what_is_kept_is_listed_and_removed(home: Path, wheel: Path, capsys: pyt
     assert main(["target", "clear", ALIAS]) == 0 and not file.exists()
 
 
-def test_gguf_by_path_is_converted_once(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf")
-    folder = place_of(str(file))
-    assert isinstance(folder, Path) and (folder / "model.safetensors").is_file()
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "convert_gguf", None)
-        assert place_of(str(file)) == folder
-    assert place_of(str(write_gguf(tmp_path / "tiny.gguf", seed=1))) != folder
-    assert len(folders(home)) == 2
-
-
 def test_damaged_gguf_is_one_line(tmp_path: Path, home: Path) -> None:
     whole = write_gguf(tmp_path / "tiny.gguf").read_bytes()
     for size in (0, 20, len(whole) - 1000):

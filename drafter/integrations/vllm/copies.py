@@ -21,9 +21,8 @@ PLACE_SIZE = 1 + len(_SHIFTS)
 
 
 class Text:
-    """The texts of a forward's rows: token ids in the slots of a layer's key/value cache of any number format, which
-    nobody reads as numbers. The blocks of every row stand in order; ``num_slots`` are those of the longest row, or
-    more.
+    """The texts of a forward's rows: token ids in the slots of a layer's key/value cache of any number format. The
+    blocks of every row stand in order; ``num_slots`` are those of the longest row, or more.
     """
 
     def __init__(self, cache_PHJX: Tensor, block_BM: Tensor, num_slots: int) -> None:
@@ -65,9 +64,7 @@ def decode_place(number_BX: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CopyMixer:
-    """Mixes copies into logits by the rule of :mod:`drafter.proposers.copying`; ``token_R`` is the draft vocabulary,
-    int64.
-    """
+    """Mixes copies into logits by the rule of :mod:`drafter.proposers.copying`."""
 
     def __init__(self, token_R: Tensor, vocab_size: int) -> None:
         self._token_R = token_R

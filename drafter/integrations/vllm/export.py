@@ -27,10 +27,8 @@ _CARD = Path(__file__).parent / "card.md"
 
 
 def write_vllm(folder: Path, drafter: RecurrentDrafter, target: Target, *, copying: bool) -> None:
-    """Write the files of a drafter of a target with plain weights into a folder that exists. vLLM converts the weights
-    to the target's number format.
-
-    ValueError: vLLM cannot run the drafter or lend it what it needs of the target; the message names the field.
+    """Write a drafter of a target with plain weights into a folder that exists (ValueError: vLLM cannot run the drafter
+    or lend it what it needs; the message names the field).
     """
     layers, last = drafter.config.context_layers, target.num_layers
     if layers and (layers[-1] != last or max(layers) > last or len(set(layers)) < len(layers)):

@@ -75,11 +75,8 @@ class _LentByTarget(nn.Module):
 
 
 class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
-    """A recurrent drafter for vLLM. vLLM asks for a subclass of its own class; no code of that class is run.
-
-    Attributes:
-        drafter: the drafter, whole in every process; only the rows of the head are split over processes.
-        has_own_embed_tokens, has_own_lm_head: False where vLLM is to lend the target's.
+    """A recurrent drafter for vLLM, whole in every process but for the rows of its head. vLLM asks for a subclass of
+    its own class, no code of which is run; it lends parts that are not ``has_own``.
     """
 
     has_own_embed_tokens = False
@@ -226,10 +223,7 @@ def _check_model(config: DrafterConfig, num_layers: int, vllm_config: VllmConfig
 
 
 def _fingerprint_in(place: str, revision: str | None) -> str | None:
-    """Fingerprint of a model's safetensors files, of which only the output matrix and a few entries are read.
-
-    None where the model, a folder or hub id, is not on this machine, or stores no such matrix in plain numbers.
-    """
+    """Fingerprint of a model's safetensors files; None where they are not here, or have no plain output matrix."""
     try:
         folder = Path(str(cached_file(place, "config.json", revision=revision, local_files_only=True))).parent
         paths = sorted(folder.glob("*.safetensors"))
