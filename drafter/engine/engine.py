@@ -203,8 +203,7 @@ class Engine:
         *,
         want_text: bool = True,
     ) -> Request:
-        """A request for :meth:`add`, in any thread (ValueError: an empty prompt, an unknown id, or no room to answer).
-        """
+        """A request for :meth:`add`, in any thread (ValueError: empty prompt, unknown id, or no room to answer)."""
         if not prompt_ids:
             raise ValueError("a prompt is empty: every prompt needs at least one token")
         room = self._max_model_len - len(prompt_ids)
