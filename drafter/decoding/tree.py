@@ -48,10 +48,9 @@ def ancestors(parent_BN: Tensor, max_depth: int) -> Tensor:
 def pack_nodes(
     root_B: Tensor, token_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, score_BM: Tensor, num_nodes: int
 ) -> Candidates:
-    """Keep the N - 1 best of M nodes, at most M, and pack them behind the root: int64, scores float, [B, M] each.
-
-    The nodes are those of a :class:`NodeList`. No child scores above its parent, the sort is stable and parents stand
-    first, so that ties keep the parent, too, and the kept nodes are a tree. Nodes with score -inf become padding.
+    """Keep the N - 1 best of M nodes of a list, at most M, and pack them behind the root: int64, scores float, [B, M]
+    each. The sort is stable and parents stand first and never score below a child, so ties keep the parent, too, and
+    the kept nodes are a tree. Nodes with score -inf become padding.
     """
     num_rows, num_drafted = token_BM.shape
     assert num_nodes - 1 <= num_drafted, (num_nodes, num_drafted)
@@ -80,10 +79,8 @@ def pack_nodes(
 
 
 class NodeList(NamedTuple):
-    """Drafted nodes without their root, all of depth 1 first, then all of depth 2, and so on.
-
-    A score is the log of the (estimated) probability that the node is accepted, never above its parent's; -inf for
-    places that hold no node.
+    """Drafted nodes without their root, level after level. A score is the log of the (estimated) probability that the
+    node is accepted, never above its parent's; -inf for places that hold no node.
     """
 
     token_BM: Tensor  # int64

@@ -20,9 +20,7 @@ class AcceptedPath(NamedTuple):
     bonus_B: Tensor  # the target's own token after the path, which is no node of the tree
 
     def emitted(self, candidates: Candidates) -> Tensor:
-        """Tokens of the step, int64 [B, Z]: the path without its root, then the bonus token, which is repeated. The
-        first ``num_accepted + 1`` entries of a row count.
-        """
+        """Tokens of the step, int64 [B, Z]: the path without its root, then the bonus token, which is repeated."""
         depth_Z = torch.arange(self.path_BZ.shape[1], device=self.path_BZ.device)
         token_BZ = candidates.token_BN.gather(1, self.path_BZ)
         shifted_BZ = torch.cat([token_BZ[:, 1:], self.bonus_B[:, None]], dim=1)
@@ -30,11 +28,9 @@ class AcceptedPath(NamedTuple):
 
 
 def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> AcceptedPath:
-    """The accepted path: the walk from the root while ``pick_BN``, the target's own pick at a node, is one of its
-    children.
-
-    A node is on the walk when the node and all its ancestors equal the target's pick at their parents. Siblings hold
-    different tokens, so the nodes on the walk form one path, whose deepest node is the last accepted one.
+    """The accepted path: the walk from the root while the target's own pick at a node is one of its children. A node is
+    on the walk when it and all its ancestors equal the pick at their parents; siblings hold different tokens, so these
+    nodes form one path.
     """
     if native.takes(pick_BN):
         tree = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN

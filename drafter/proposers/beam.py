@@ -139,9 +139,7 @@ class BeamProposer(Proposer):
 
     @torch.inference_mode()
     def check(self, target: Target) -> None:
-        """Draft after every token of some texts; finite weights may still give numbers that are not finite (ValueError:
-        a logit is not finite, or a product refuses a number that is not).
-        """
+        """Draft after every token of some texts: finite weights may give numbers that are not finite (ValueError)."""
         encode: Any = target.tokenizer
         texts = [encode(text, add_special_tokens=False)["input_ids"] for text in _TRIAL_TEXTS] if encode else []
         if (most := max((max(ids, default=0) for ids in texts), default=0)) >= target.vocab_size:
@@ -230,10 +228,9 @@ class BeamProposer(Proposer):
         return value_BWK, torch.cat([self._token_R[index_BWK], token_BW[:, :, None]], dim=2)
 
     def _rank_copies(self, copies: Copies, step: int, warp: Warp, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """The copied token of the one beam that is left: log-probability and token, each [B, 1].
-
-        With the noise g of the token, its rank log(share) + g exceeds the largest of many others, a Gumbel number
-        around log(1 - share), with probability exp(-exp(log(1 - share) - log(share) - g)).
+        """The copied token of the one beam that is left: log-probability and token, each [B, 1]. With its noise g,
+        log(share) + g exceeds a Gumbel number around log(1 - share) with probability exp(-exp(log(1 - share) -
+        log(share) - g)).
         """
         token_B1, odds_B1 = copies.best()
         value_B1 = -F.softplus(-odds_B1)

@@ -53,8 +53,8 @@ class Copies(NamedTuple):
         return self._replace(length_BWS=(before_BWS + 1).clamp_max(len(SHARES)) * is_same_BWS)
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The token after each beam's longest match, the latest of equally long ones, int64 [B, W], undefined without a
-        match; and its log odds [B, W], -inf without a match.
+        """The token after each beam's longest match, the latest of equals, int64 [B, W], and its log odds, -inf without
+        one.
         """
         num_slots = self.token_BS.shape[1]
         slot_S = torch.arange(num_slots, device=self.token_BS.device)
@@ -67,10 +67,7 @@ class Copies(NamedTuple):
 
 
 def count_copied(prompt_ids: Sequence[int], token_ids: Sequence[int], num_accepted: Sequence[int]) -> int:
-    """How many accepted tokens of an answer a copy named, whether or not the drafter would have drafted them, too.
-
-    Behind "a b c x a b", a step that accepts "c x d" has two: c and x. ``num_accepted`` is the number of each step.
-    """
+    """How many accepted tokens of an answer a copy named: behind "a b c x a b", two of a step that accepts "c x d"."""
     text_1S = torch.tensor([[*prompt_ids, *token_ids]])
     odds_X = torch.tensor((0.0, *SHARES)).logit()
     root, number = len(prompt_ids) - 1, 0
@@ -86,12 +83,11 @@ def count_copied(prompt_ids: Sequence[int], token_ids: Sequence[int], num_accept
 
 
 def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(1 - share) q + share [copied token], as logits on one scale, for q = softmax(logits).
+    """(1 - share) q + share [copied token], as logits on one scale, for q = softmax(logits), float32, changed in place.
 
-    ``logits_BWR`` is float32 and changed in place; ``index_BW`` is the draft index of the copied token, -1 outside the
-    draft vocabulary; ``odds_BW`` is log(share / (1 - share)), -inf where nothing is copied. Returned are the logits of
-    the draft vocabulary without the copied token, whose place holds -inf [B, W, R]; the logit of the copied token,
-    inside or outside the draft vocabulary [B, W, 1]; and the log-sum-exp of all [B, W, 1].
+    ``index_BW`` is the copied token's draft index or -1, ``odds_BW`` log(share / (1 - share)) or -inf. Returned are the
+    logits without the copied token, whose place holds -inf [B, W, R]; the copied token's logit [B, W, 1], inside or
+    outside the draft vocabulary; and the log-sum-exp of all [B, W, 1].
     """
     total_BW1 = logits_BWR.logsumexp(dim=2, keepdim=True)
     place_BW1, odds_BW1 = index_BW.clamp_min(0)[:, :, None], odds_BW[:, :, None]

@@ -125,8 +125,8 @@ class DraftModelProposer(Proposer):
         first_row: int = 0,
         num_visible: int = 0,
     ) -> Tensor:
-        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D]. With ``rows``, tokens of
-        rows that do not decode go to the spare slot, which keeps the results of their prefill.
+        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D]. Rows that do not decode feed
+        the spare slot.
         """
         token_BT = token_BT.clamp_max(self._draft.vocab_size - 1)  # the target may pick one of its padded rows
         position_BT = slot_BT = start_B[:, None] + torch.arange(token_BT.shape[1], device=start_B.device)
@@ -139,10 +139,7 @@ class DraftModelProposer(Proposer):
 
 
 def check_same_vocabulary(draft: Any, target: Any) -> None:
-    """ValueError unless a token id means the same to both models, as far as tokenizers tell, or else sizes.
-
-    Models with the same tokenizer may pad their output matrices to different sizes.
-    """
+    """ValueError unless a token id means the same to both models, as far as tokenizers tell, or else sizes."""
     own, other = (model.tokenizer and model.tokenizer.get_vocab().items() for model in (draft, target))
     different = own ^ other if own and other else set()
     if different or (draft.vocab_size != target.vocab_size and not (own and other)):

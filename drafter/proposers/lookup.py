@@ -31,9 +31,8 @@ _WEIGHT_PER_TOKEN = 2.0
 
 
 def match_lengths(history_BS: Tensor, position_B: Tensor, max_ngram: int) -> Tensor:
-    """How many of the last tokens end at each earlier position, int64 [B, S]; arguments as of :func:`find_matches`.
-
-    In "1 2 3 1 2" with the root at position 4, the match that ends at position 1 has two tokens; the others have none.
+    """How many of the last tokens end at each earlier position, int64 [B, S]: in "1 2 3 1 2" with the root at position
+    4, two at position 1. Arguments as of :func:`find_matches`.
     """
     slot_S = torch.arange(history_BS.shape[1], device=history_BS.device)
     back_G = torch.arange(max_ngram - 1, -1, -1, device=history_BS.device)
@@ -74,10 +73,8 @@ def lengthen(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, size_BW: 
 
 
 def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num_tokens: int) -> Tensor:
-    """The L tokens after each match of :func:`find_matches`, int64 [B, W, L].
-
-    Beyond its end, the text continues periodically: after "1 2 3 1 2 3" the match that ends at position 2 proposes
-    1 2 3, and then 1 2 3 again.
+    """The L tokens after each match, int64 [B, W, L]. Beyond its end, the text continues periodically: after "1 2 3 1 2
+    3" the match that ends at position 2 proposes 1 2 3, and then 1 2 3 again.
     """
     step_L = torch.arange(num_tokens, device=history_BS.device)
     period_BW1 = (position_B[:, None] - match_BW).clamp_min(1)[:, :, None]
@@ -107,11 +104,9 @@ class LookupDrafting(Drafting):
 
 
 class LookupProposer(Proposer):
-    """Drafts the continuations of earlier occurrences of the last tokens.
-
-    Every match votes for its continuation with a weight that grows with the length of the match. The probability of a
-    node is its share of the votes, some of which are for "none of the matches". (Prompt lookup decoding without votes
-    and tree: Saxena, 2023.)
+    """Drafts the continuations of earlier occurrences of the last tokens. Every match votes for its continuation with a
+    weight that grows with its length. The probability of a node is its share of the votes, some of which are for "none
+    of the matches". (Prompt lookup decoding without votes and tree: Saxena, 2023.)
     """
 
     def __init__(self, drafting: LookupDrafting, device: torch.device) -> None:

@@ -26,11 +26,8 @@ def can_search(drafter: RecurrentDrafter, width: int, tau: float) -> bool:
 
 
 class NativeSearch:
-    """A drafter's weights in 8 bits, and the search over them.
-
-    ``index_V`` is the place of each target token in the draft vocabulary, -1 outside, int64; ``log_odds_X`` log(share /
-    (1 - share)) of a copy by the length of its match, -inf first; ``depth`` that of the deepest node; ``noise_weight``
-    the weight of the noise of the target's picks, in rows that sample.
+    """A drafter's weights in 8 bits, and the search over them. ``index_V`` is the place of each target token in the
+    draft vocabulary or -1, int64; ``log_odds_X`` log(share / (1 - share)) by the length of a match, -inf first.
     """
 
     def __init__(

@@ -66,9 +66,8 @@ class Drafting(Checked):
 
     @classmethod
     def choose(cls, config: Any, default: Mapping[str, int], drafter: "RecurrentDrafter | None") -> Self:
-        """The settings for what a user gave in an :class:`drafter.engine.settings.EngineConfig`; the others come from
-        ``default``, the W, L and N of a tree that the device verifies cheaply (ValueError: the given numbers contradict
-        each other).
+        """The settings for what a user gave, an EngineConfig; others come from ``default``, the W, L and N of a tree
+        that the device verifies cheaply (ValueError: the given numbers contradict each other).
         """
         raise NotImplementedError
 

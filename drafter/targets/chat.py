@@ -120,9 +120,8 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     escape_special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation up to the opening of the assistant's turn, as :func:`render_chat` renders it.
-
-    ``escape_special_tokens``: special tokens that stand in a content as text are :func:`escaped`.
+    """Token ids of a conversation up to the opening of the assistant's turn; with ``escape_special_tokens`` contents
+    are :func:`escaped`.
     """
     turns = [dict(message) for message in messages]
     if escape_special_tokens:
@@ -132,7 +131,7 @@ def encode_chat(
 
 def escaped(tokenizer: Any, text: str) -> str:
     """The text with a space behind the first character of every special token, which so is read as plain text: ``a<
-    |end|>b`` for ``a<|end|>b`` (ValueError: a special token remains, as a tokenizer that ignores case may read one).
+    |end|>b`` (ValueError: a special token remains, as a tokenizer that ignores case may read one).
     """
     special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     for token in sorted((token for token in special.values() if len(token.strip()) > 1), key=len, reverse=True):
@@ -153,12 +152,9 @@ class ForkError(ValueError):
 
 
 class Fork:
-    """A fork of this process that computes one function, with the limits above for each item. The function takes and
-    returns a JSON value, and uses neither torch nor threads; ``what`` names the program in messages.
-
-    The fork begins with the first call and stays: a fork of a process with a model takes tens of milliseconds, and
-    keeps every page that this process changes later. After a limit was reached, the next call forks again. Where the
-    system has no forks, the function runs in this process.
+    """A fork of this process that computes one function of JSON values, without torch and threads, within the limits
+    above for each item; it begins with the first call and stays, because a fork of a process with a model takes tens of
+    milliseconds. After a limit was reached, the next call forks again. Without forks, the function runs here.
     """
 
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
@@ -168,9 +164,8 @@ class Fork:
         self._lock = threading.RLock()
 
     def map(self, items: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """``[function(item) for item in items]``, for one thread after the other (:class:`ForkError`).
-
-        ``seconds``: processor time of an item (default: ``MAX_SECONDS``).
+        """``[function(item) for item in items]`` (:class:`ForkError`), each in ``seconds`` of processor time
+        (MAX_SECONDS).
         """
         seconds, is_forked = seconds or MAX_SECONDS, sys.platform.startswith("linux")
         with self._lock:

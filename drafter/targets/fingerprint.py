@@ -26,11 +26,8 @@ Ends = Iterable[tuple[str, float, float]]  # name, first and last entry of matri
 
 
 def fingerprint_of(output_weight_VD: Tensor, ends: Ends = ()) -> str:
-    """A sample of a target's weights that tells targets apart, as bfloat16 values in hex: 32 evenly spread entries of
-    the output matrix, then the sorted ends of the matrices of each layer. Depends on neither device nor file format.
-
-    Compared with a tolerance (:func:`drafter.utils.fingerprint.same_fingerprint`), because a float16 copy of the
-    weights rounds a little differently.
+    """A sample of a target's weights, as bfloat16 values in hex: 32 evenly spread entries of the output matrix, then
+    the sorted ends of the matrices of each layer. Compared with a tolerance, because a float16 copy rounds differently.
     """
     flat = output_weight_VD.reshape(-1)
     return fingerprint_of_sample(flat[sample_index(flat.numel()).to(flat.device)], ends)

@@ -57,12 +57,11 @@ def cache_keyword(decoder: nn.Module) -> str:
 
 
 class SlotCache(Cache):
-    """Static K/V of ``num_rows`` rows and ``num_slots`` slots on a device, or on each layer's; one spare slot behind
-    each row, never visible, takes padding. ``rows`` and ``window`` are the rows of the next forward, and the slots that
-    its attention looks at.
+    """Static K/V of ``num_rows`` rows and ``num_slots`` slots on a device, or on each layer's; a spare slot behind each
+    row, never visible, takes padding. ``rows`` and ``window`` are the rows and visible slots of the next forward.
 
-    One tensor holds the keys of all layers of one shape on one device and one the values, so that moving accepted slots
-    is one gather and one scatter for most models, however many layers they have.
+    All layers of one shape and device share a tensor, so that moving accepted slots is mostly one gather and one
+    scatter.
     """
 
     def __init__(
@@ -89,9 +88,8 @@ class SlotCache(Cache):
         self.window = num_slots
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
-        """Say where the next forward writes and what it sees: tokens of the rows from ``first_row`` on go to
-        ``slot_BT``, int64, and attention looks at ``num_visible`` slots (the mask's last dimension); all of them when
-        None.
+        """Say where the next forward writes, the slots of rows from ``first_row`` on, and how many slots it sees; None:
+        all.
         """
         num_rows = slot_BT.shape[0]
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)
@@ -103,8 +101,8 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatter one layer's new keys and values [B, H, T, K] to their planned slots (called by the model's
-        attention); the visible ones of the rows that run, [B, H, S, K], views.
+        """Scatter one layer's keys and values [B, H, T, K] to the planned slots; views of the visible ones [B, H, S,
+        K].
         """
         row_B1, slot_BT = self._places[layer_idx][0].row_B1[self.rows], self._places[layer_idx][0].slot_BT
         keys, values = self.layer(layer_idx)
@@ -121,10 +119,9 @@ class SlotCache(Cache):
         return store.keys[layer], store.values[layer]
 
     def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
-        """Copy slots within rows 0 .. B-1, all layers at once: slot source[b, l] becomes slot destination[b, l].
-
-        All sources are read before anything is written, so the two may overlap. A slot that is to stay is moved onto
-        itself, or from and to the spare slot.
+        """Copy slots within rows 0 .. B-1, all layers at once: slot source[b, l] becomes slot destination[b, l]. All
+        sources are read before anything is written. A slot that is to stay is moved onto itself, or from and to the
+        spare slot.
         """
         for store in self._stores.values():
             device, row_B1 = store.keys.device, store.row_B1[: len(source_BL)]

@@ -25,9 +25,7 @@ Windows = dict[str, Window | None]
 
 
 class LogitMap(NamedTuple):
-    """What a model does to the products of its output matrix: logits are ``soft_cap * tanh(scale * product /
-    soft_cap)``; with a cap of 0 they are not squashed.
-    """
+    """What a model does to its products: ``soft_cap * tanh(scale * product / soft_cap)``; a cap of 0 does nothing."""
 
     scale: float = 1.0
     soft_cap: float = 0.0
@@ -39,9 +37,7 @@ class LogitMap(NamedTuple):
 
 
 class Capabilities(NamedTuple):
-    """What probes found out about a model: its windows (:func:`layer_windows`), and what one token's keys and values
-    take.
-    """
+    """What probes found out about a model: windows, what one token's keys and values take, and the map of logits."""
 
     windows: Windows
     cache_shape: CacheShape
@@ -109,8 +105,7 @@ def _tokens_for(model: Any) -> Tensor:
 
 def layer_windows(model: "PreTrainedModel", name: str) -> Windows:
     """The window of each kind of attention layer by its configuration, None for layers that see everything; empty where
-    nothing is windowed (ValueError: the model's attention ignores the window of its configuration). A forward takes one
-    mask for each kind where there are several kinds.
+    nothing is windowed (ValueError: the model's attention ignores the window of its configuration).
     """
     config = model.config.get_text_config(decoder=True)
     sizes: dict[str, Window | None] = {"full_attention": None}
@@ -143,9 +138,7 @@ def _slides(model: "PreTrainedModel") -> bool:
 
 
 def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape:
-    """Run three tokens with the library's own cache and look at what each layer stores (ValueError: something else than
-    one key and one value per head and token).
-    """
+    """What each layer stores in the library's own cache (ValueError: not one key and one value per head and token)."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -163,9 +156,8 @@ def _probe_cache_shape(model: "PreTrainedModel", name: str) -> CacheShape:
 
 @torch.no_grad()
 def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
-    """Find what the model does to ``output_matrix @ hidden`` before it calls the result logits: most models do nothing,
-    some multiply by a constant, some squash with a soft cap. The candidate of the configuration that reproduces the
-    model's own logits is kept (ValueError: none does, so that picks from our logits would not be the model's).
+    """What the model does to its products: the candidate of the configuration that reproduces the model's own logits
+    (ValueError: none does, so that picks from our logits would not be the model's).
     """
     config = model.config.get_text_config(decoder=True)
     wanted_BTV = model(input_ids=_tokens_for(model), use_cache=False).logits.float()
@@ -188,8 +180,8 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
 
 
 def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
-    """A copy, on the CPU, of the module that makes the final hidden states, [..., D] in and out: in a forward over
-    three tokens the last one whose output is the final hidden state (ValueError: no module is).
+    """A copy, on the CPU, of the last module that makes the final hidden states, [..., D] in and out (ValueError:
+    none).
     """
     made: list[tuple[nn.Module, Tensor]] = []
 

@@ -29,9 +29,8 @@ _HOW: dict[str, Any] = {"options": {"emulate_precision_casts": True}}
 
 
 def compile_layers(runtime: Any, context_layers: Sequence[int]) -> type[SlotCache]:
-    """Compile the layers of a :class:`drafter.runtimes.torch.runtime.TorchRuntime` for forwards with these layers of
-    contexts, with a bar; the class of the caches to use from now on. Layers that the compiler refuses run as before,
-    with a warning.
+    """Compile a runtime's layers for forwards with these layers of contexts, with a bar; the class of its caches from
+    now on. Layers that the compiler refuses run as before, with a warning.
     """
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
@@ -69,9 +68,8 @@ def _cache_type() -> type[SlotCache]:
 
 
 def _in_steps(layer: Any) -> Callable[..., Any]:
-    """The compiled layer in steps, which run in inference mode; the layer as it is elsewhere, as in training.
-
-    The compiler would make code for each mode, and gives a class of layers up after some codes outside a warm-up.
+    """The compiled layer in steps, which run in inference mode; the layer as it is elsewhere, as in training: the
+    compiler would make code for each mode, and gives up after some codes.
     """
     compiled = torch.compile(layer._call_impl, dynamic=True, **_HOW)
 

@@ -27,9 +27,7 @@ _PART = 4096  # outputs that are rounded at a time
 
 
 def reading_of(place: Path | str, shared: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """How the checkpoint of a folder or hub id is to be read: letters and digits of the quantisation's name, empty for
-    plain weights; and further arguments of ``from_pretrained`` beside those that are ``shared``.
-    """
+    """The name of a checkpoint's quantisation, empty for plain weights; further arguments of ``from_pretrained``."""
     config = transformers.AutoConfig.from_pretrained(place, **shared)
     text: Any = config.get_text_config(decoder=True)
     settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
@@ -49,9 +47,7 @@ def has_plain_weights(model: "PreTrainedModel") -> bool:
 
 
 def dense_weight(matrix: Any) -> Tensor:
-    """The weight [rows, columns] of an output matrix or of embeddings as plain numbers, whatever its storage; a view
-    where the weight is plain.
-    """
+    """The weight [rows, columns] of a matrix as plain numbers, whatever its storage; a view of plain weights."""
     weight = matrix.weight
     for name in ("full_tensor", "dequantize"):  # of a DTensor, of a tensor of torchao
         if type(weight.data) is not Tensor and hasattr(weight, name):
@@ -60,9 +56,8 @@ def dense_weight(matrix: Any) -> Tensor:
 
 
 def round_weight(weight_OI: Tensor, bits: int) -> Tensor:
-    """The numbers [O, I] nearest to a weight in groups of 32 inputs: Q8_0 of GGUF for 8 bits, Q4_1 for 4 bits.
-
-    A number of inputs that 32 does not divide makes one group, of 8 bits.
+    """The numbers [O, I] nearest to a weight in groups of 32 inputs: Q8_0 of GGUF for 8 bits, Q4_1 for 4 bits; where 32
+    does not divide the inputs, one group of 8 bits.
     """
     import gguf
 
@@ -76,10 +71,7 @@ def round_weight(weight_OI: Tensor, bits: int) -> Tensor:
 
 
 def round_linears(model: nn.Module, bits: int) -> int:
-    """Give every ``nn.Linear`` (not its subclasses) the numbers of its rounded weights; the number of layers.
-
-    A matrix that also serves as embeddings stays there as it is.
-    """
+    """Round every ``nn.Linear`` (not its subclasses), but not as embeddings, where it serves as both; their number."""
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
     for layer in layers:
         layer.weight = nn.Parameter(round_weight(layer.weight.data, bits), requires_grad=False)

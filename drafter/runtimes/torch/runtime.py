@@ -24,13 +24,10 @@ if TYPE_CHECKING:
 
 
 class TorchRuntime:
-    """Runs a model of transformers as a :class:`drafter.runtimes.base.Runtime`, which documents what is not told here.
-    The model is put in eval mode and frozen. ``decoder`` is the model without its output matrix.
-
-    Without ``capabilities``, probes ask the model, which is then compared with itself over a small tree.
-    ``is_sharded``: other processes hold parts of the weights; ``layer_devices``: of a map; empty: all on one device.
-
-    ValueError: the model cannot be a target; says why.
+    """Runs a model of transformers as a :class:`drafter.runtimes.base.Runtime`, in eval mode and frozen. ``decoder`` is
+    the model without its output matrix. Without ``capabilities``, probes ask the model, which is then compared with
+    itself over a small tree (ValueError: it cannot be a target; says why). ``layer_devices``: of a map; empty: one
+    device.
     """
 
     name = "torch"
@@ -103,16 +100,12 @@ class TorchRuntime:
         return self.model.get_input_embeddings()(token)
 
     def prepare_decoding(self) -> None:
-        """Let the query heads of a group share their keys, which transformers' SDPA attention copies under a mask
-        (:func:`drafter.runtimes.torch.attention.folded_attention`). The model stays so.
-        """
+        """Let the query heads of a group share their keys, which transformers' SDPA attention copies, from now on."""
         use_folded_attention(self.model)
         torch.set_num_threads(process_threads())  # a native target may have taken them
 
     def compile_layers(self, context_layers: Sequence[int]) -> None:
-        """Compile the layers for the forwards over caches that are made from now on
-        (:func:`drafter.runtimes.torch.compiled.compile_layers`). The model stays so.
-        """
+        """Compile the layers for the forwards over caches that are made from now on."""
         form = tuple(context_layers)
         if form not in self._compiled:
             from drafter.runtimes.torch.compiled import compile_layers
@@ -182,13 +175,12 @@ class TorchRuntime:
 
 @torch.no_grad()
 def _check_tree_forward(runtime: TorchRuntime, name: str) -> None:
-    """Run a small tree the way decoding does and compare every node with a plain forward over its path (ValueError: the
-    model cannot run a tree, or runs it wrong).
+    """Run a small tree, root -> a -> c and root -> b -> d, and compare it with plain forwards over its paths
+    (ValueError: the model cannot run a tree, or runs it wrong).
 
-    Two rows with prefixes of different length share a forward over five nodes: root -> a -> c, root -> b -> d. A model
-    that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour the mask,
-    gives b, c and d other hidden states than their paths do. The yardstick is how far those three are from what a plain
-    causal forward over the packed nodes gives, that is from ignoring the tree.
+    A model that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour
+    the mask, gives b, c and d other hidden states. The yardstick is how far they are from a plain causal forward over
+    the packed nodes, that is from ignoring the tree.
     """
     try:
         tree_XD, path_XD, chain_XD = _run_small_tree(runtime)

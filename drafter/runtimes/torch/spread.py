@@ -31,8 +31,8 @@ DeviceMap = dict[str, int | str]
 def load_mapped(
     place: Path | str, dtype: torch.dtype, shared: dict[str, Any], device_map: str, main: torch.device
 ) -> "PreTrainedModel":
-    """A model with its layers spread out by ``auto``, or by a file with a mapping from module to device, ``cpu`` or
-    ``disk`` (ValueError: the file is no map of this model, or takes the main device's modules elsewhere).
+    """A model with its layers spread out by ``auto``, or by a file's map from module to device, ``cpu`` or ``disk``
+    (ValueError: it is no map of this model, or takes the main device's modules elsewhere).
     """
     from accelerate.utils import get_max_memory
 
@@ -108,9 +108,7 @@ def load_sharded(
     load: "Callable[[], PreTrainedModel]", num_shards: int, device: torch.device, name: str
 ) -> "PreTrainedModel":
     """Load a model in each process of a node, one after the other, because each has the whole model in main memory for
-    a moment, and keep a share of its layers. Ranks of a node follow each other.
-
-    ValueError: there is no group of processes that the shares could go to, or no layers to share.
+    a moment, and keep a share of its layers (ValueError: no group of processes, or no layers to share).
     """
     if not dist.is_initialized() or dist.get_world_size() % num_shards:
         size = dist.get_world_size() if dist.is_initialized() else 1
