@@ -140,7 +140,7 @@ def gguf_path(name: str, revision: str | None = None) -> Path | None:
 
 
 def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
-    """The files of a folder, or fetched of a hub id, that decide what its model computes (ValueError: there are none)."""
+    """The files of a folder, or fetched of a hub id, that decide what its model computes (ValueError: none)."""
     folder = place
     if not isinstance(folder, Path):
         from huggingface_hub import snapshot_download
