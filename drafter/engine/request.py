@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 FinishReason = Literal["stop", "length", "abort"]
 
 _REPLACEMENT = "\ufffd"  # a decoder's output for an unfinished UTF-8 character
-_LONGEST_WINDOW = 8  # tokens that are decoded again with each new one
+_LONGEST_TAIL = 8  # tokens that are decoded again with each new one
 
 
 def encode_prompts(target: "Target", prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
@@ -55,7 +55,7 @@ def _token_id(token: object) -> int:
 class IncrementalText:
     """Text of a growing list of token ids; ``is_stopped`` after a stop string, before which ``text`` ends.
 
-    The text of tokens is not the sum of their texts (spaces, byte pieces). So a short window of earlier tokens is
+    The text of tokens is not the sum of their texts (spaces, byte pieces). So a short tail of earlier tokens is
     decoded with the new token, and the difference is the new text. Text that may become part of a stop string, or that
     ends within a character, is held back. ``ends`` has the text's length after each token; the last token of a
     character adds the whole character.
@@ -64,8 +64,8 @@ class IncrementalText:
     def __init__(self, decode: Decode, stop: Sequence[str] = (), stop_ids: Collection[int] = ()) -> None:
         self._decode = decode
         self._stop, self._stop_ids = tuple(stop), stop_ids
-        self._window: list[int] = []  # the last tokens; earlier ones are finished
-        self._num_known = 0  # tokens of the window that are in the text
+        self._tail: list[int] = []  # the last tokens; earlier ones are finished
+        self._num_known = 0  # tokens of the tail that are in the text
         self._known = ""  # the decoder's text of these tokens
         self._seen = ""  # everything decoded
         self._num_given = 0
@@ -83,7 +83,7 @@ class IncrementalText:
         """Add one token; a stop token has no text, and no entry in ``ends``."""
         if token_id in self._stop_ids:
             return
-        self._window.append(token_id)
+        self._tail.append(token_id)
         self.ends.append(self._advance(is_last=False))
 
     def finish(self) -> None:
@@ -104,14 +104,14 @@ class IncrementalText:
 
     def _advance(self, *, is_last: bool) -> int:
         """Decode the new tokens, and cut the text at the first stop string; the length of the text before the cut."""
-        text = self._decode(self._window)
+        text = self._decode(self._tail)
         if len(text) > len(self._known) and (is_last or not text.endswith(_REPLACEMENT)):
             self._seen += text[len(self._known) :]
             self._known = text
-            if len(self._window) > _LONGEST_WINDOW:
-                del self._window[: self._num_known]
-                self._known = self._decode(self._window)
-            self._num_known = len(self._window)
+            if len(self._tail) > _LONGEST_TAIL:
+                del self._tail[: self._num_known]
+                self._known = self._decode(self._tail)
+            self._num_known = len(self._tail)
         length = len(self._seen)
         cuts = [place for place in map(self._seen.find, self._stop) if place >= 0]
         self.is_stopped = bool(cuts)

@@ -27,7 +27,7 @@ SCHEMA: Literal["drafter-tuned/1"] = "drafter-tuned/1"
 
 Size = Annotated[int, Field(ge=1, le=4096)]  # a number of a tree in a file
 
-_WINDOW = 128  # row-steps in the exponential average of acceptance
+_AVERAGED = 128  # row-steps in the exponential average of acceptance
 _MEMORY = 2048  # steps of other trees in which most of a bad acceptance is forgotten, so that a tree is tried again
 _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
 _TRIAL_STEPS = 3  # steps of a trial of a tree
@@ -172,7 +172,7 @@ class _Acceptance:
         return (self.kept + self.prior) / expected if expected > 0 else 1.0
 
     def add(self, kept: int, expected: float, num_rows: int) -> None:
-        keep = (1 - 1 / _WINDOW) ** num_rows
+        keep = (1 - 1 / _AVERAGED) ** num_rows
         self.kept, self.expected = self.kept * keep + kept, self.expected * keep + expected
         self.prior *= keep
 
@@ -305,7 +305,7 @@ class Sizer:
         elif num_nodes > 1 and num_accepted:
             gain = sum(num_accepted) / len(num_accepted) - self._cost(tree, num_nodes)
             gain /= max(self.node_cost, _LEAST_COST) * (tree.tree_size - 1)
-            self._copy_gain = min(self._copy_gain * (1 - 1 / _WINDOW) + gain, _MOST_COPY_GAIN)
+            self._copy_gain = min(self._copy_gain * (1 - 1 / _AVERAGED) + gain, _MOST_COPY_GAIN)
 
     def _cost(self, tree: Tree, num_nodes: int) -> float:
         """Plain steps that the nodes of a tree of copies cost beyond the root; 0 before a plain step was measured."""
@@ -374,7 +374,7 @@ class Sizer:
         if tree.is_copies:
             times.num_copied[tree] += 1
             mean = cost if before is None else before.step_seconds
-            cost = mean + (cost - mean) / min(times.num_copied[tree], _WINDOW)
+            cost = mean + (cost - mean) / min(times.num_copied[tree], _AVERAGED)
         choices[tree] = replace(before or self._tries[tree], step_seconds=cost)
 
 

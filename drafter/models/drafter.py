@@ -76,7 +76,7 @@ class Rounded(NamedTuple):
     downs: list[native.Matrix]
     blocks: list[native.Matrix]
     head: native.Matrix  # of a tied head, else none
-    rows: native.Matrix  # the output matrix over the draft vocabulary
+    output: native.Matrix  # the output matrix over the draft vocabulary
 
 
 class RecurrentDrafter(nn.Module):

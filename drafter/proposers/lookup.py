@@ -38,8 +38,8 @@ def match_lengths(history_BS: Tensor, position_B: Tensor, max_ngram: int) -> Ten
     back_G = torch.arange(max_ngram - 1, -1, -1, device=history_BS.device)
     suffix_BG = history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))
     # The tokens that end at each slot, padded with -1, which equals no token, before the start of the text.
-    window_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
-    is_same_BSG = (window_BSG == suffix_BG[:, None]).flip(2)  # the last token first
+    ending_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
+    is_same_BSG = (ending_BSG == suffix_BG[:, None]).flip(2)  # the last token first
     return is_same_BSG.cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
 
 

@@ -44,7 +44,7 @@ class NativeSearch:
         self._noise_weight = noise_weight
         self._drafter, self._width, self._length, self._depth = drafter, width, length, depth
         config = drafter.config
-        cell, downs, blocks, head, rows = drafter.rounded()
+        cell, downs, blocks, head, output = drafter.rounded()
         log_odds_X = log_odds_X.float().contiguous()
         own = getattr(target.runtime, "embedding_matrix", None)
         embedding_VD = target.runtime.embedding_weight_VD.float().contiguous() if own is None else None
@@ -52,13 +52,13 @@ class NativeSearch:
             hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
             cell=cell, down=(native.Matrix * len(downs))(*downs) if downs else None,
-            blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=rows,
+            blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=output,
             token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
             copies=bool(log_odds_X.isfinite().any()),
             embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
             embedding_matrix=None if own is None else ctypes.pointer(own),
             embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
-        ).keep(cell, head, rows, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
+        ).keep(cell, head, output, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
 
     def __call__(self, rows: RowState, noise: Noise | None) -> NodeList:
         num_rows = len(rows.root_B)

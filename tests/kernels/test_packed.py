@@ -46,7 +46,7 @@ def test_all_searches_share_one_rounded_copy_until_another_target_comes() -> Non
     x = torch.randn(3, target.hidden_size)
     expected = drafter.logits(x, x)
     feature = drafter.features(x, x)
-    assert (native.multiply(drafter.rounded().rows, feature) - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (native.multiply(drafter.rounded().output, feature) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")

@@ -58,7 +58,7 @@ def cache_keyword(decoder: nn.Module) -> str:
 
 class SlotCache(Cache):
     """Static K/V of ``num_rows`` rows and ``num_slots`` slots on a device, or on each layer's; a spare slot behind each
-    row, never visible, takes padding. ``rows`` and ``window`` are the rows and visible slots of the next forward.
+    row, never visible, takes padding. ``rows`` and ``num_visible`` are the rows and visible slots of the next forward.
 
     All layers of one shape and device share a tensor, so that moving accepted slots is mostly one gather and one
     scatter.
@@ -85,7 +85,7 @@ class SlotCache(Cache):
         # Of each layer: its store, and its number there.
         self._places = [(self._stores[kind], kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
         self.rows = slice(0, num_rows)
-        self.window = num_slots
+        self.num_visible = num_slots
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
         """Say where the next forward writes, the slots of rows from ``first_row`` on, and how many slots it sees; None:
@@ -96,7 +96,7 @@ class SlotCache(Cache):
         self.rows = slice(first_row, first_row + num_rows)
         for store in self._stores.values():
             store.slot_BT = slot_BT.to(store.keys.device)
-        self.window = self.num_slots if num_visible is None else num_visible
+        self.num_visible = self.num_slots if num_visible is None else num_visible
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -111,7 +111,7 @@ class SlotCache(Cache):
             # earlier request, must not reach other tokens.
             # Indices around a slice put the indexed dimensions first: the values go in as [B, T, H, K].
             kept[row_B1, :, slot_BT] = new.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
-        return keys[self.rows, :, : self.window], values[self.rows, :, : self.window]
+        return keys[self.rows, :, : self.num_visible], values[self.rows, :, : self.num_visible]
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer: all rows and slots, the spare ones included [B, H, S + 1, K]."""
@@ -138,7 +138,7 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Visible slots and offset, for the rare model that asks although it is given a ready mask."""
-        return self.window, 0
+        return self.num_visible, 0
 
 
 class NothingKept(Cache):
