@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Generator, Sequence
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,9 +17,11 @@ from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.states import CacheWithStates
 from drafter.engine.tuned import PLAIN, Sizer, Tree
-from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.lookup import LookupDrafting
 from drafter.targets.target import Target
+
+if TYPE_CHECKING:
+    from drafter.models.drafter import RecurrentDrafter
 
 _log = logging.getLogger(__name__)
 _NO_OPTIONS = RequestOptions()
@@ -43,7 +45,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: RecurrentDrafter | None = None,
+        drafter: "RecurrentDrafter | None" = None,
         config: EngineConfig | Plan | None = None,
         *,
         draft_model: Target | None = None,
@@ -268,7 +270,7 @@ class Engine:
             updates.append(Update(request, taken, request.num_accepted[-1], request.finish_reason, logprobs, tree))
         return updates
 
-    def replace_drafter(self, drafter: RecurrentDrafter) -> None:
+    def replace_drafter(self, drafter: "RecurrentDrafter") -> None:
         """Draft with another drafter of the same target from the next step on, whose steps are compiled or tried first.
         Call between steps. Running requests, trees and measured sizes stay.
 
@@ -338,7 +340,7 @@ class Engine:
         self._sizer.used.clear()
         return ", ".join(words)
 
-    def _proposers(self, drafter: RecurrentDrafter | None) -> tuple[Proposer, dict[Tree, Proposer]]:
+    def _proposers(self, drafter: "RecurrentDrafter | None") -> tuple[Proposer, dict[Tree, Proposer]]:
         """The method's largest proposer, and those of all trees that the sizer may choose (ValueError: a model does not
         fit).
         """

@@ -11,17 +11,19 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 
 from drafter.engine.scheduler import bucket
-from drafter.models.drafter import RecurrentDrafter
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.parse import read_json, validated
 from drafter.utils.provenance import cpu_name
+
+if TYPE_CHECKING:
+    from drafter.models.drafter import RecurrentDrafter
 
 SCHEMA: Literal["drafter-tuned/1"] = "drafter-tuned/1"
 
@@ -400,7 +402,7 @@ def device_name(target: Target) -> str:
     return f"{cpu_name() or device.type}, {target.traits.num_threads} threads"
 
 
-def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
+def fingerprint_of_weights(drafter: "RecurrentDrafter") -> str:
     """Short hash of a drafter's weights in memory; differs between training steps and between number formats."""
     digest = hashlib.sha256()
     for name, tensor in sorted(drafter.state_dict().items()):
@@ -409,7 +411,7 @@ def fingerprint_of_weights(drafter: RecurrentDrafter) -> str:
     return digest.hexdigest()[:16]
 
 
-def conditions_of(target: Target, drafter: RecurrentDrafter, *, is_compiled: bool) -> dict[str, Any]:
+def conditions_of(target: Target, drafter: "RecurrentDrafter", *, is_compiled: bool) -> dict[str, Any]:
     """What measured sizes depend on: machine, target, drafter, and whether the steps are compiled."""
     return {
         "device": device_name(target),

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from drafter.targets.slots import Slots as Slots
 from drafter.targets.slots import TargetOutput as TargetOutput
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 class Unsuitable(Exception):
     """A runtime cannot run a target; the text says why, and another runtime may. Nobody has to hear of it where it
