@@ -12,10 +12,9 @@ from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
 from drafter.engine.grammars import Grammars
 from drafter.engine.request import Prompt, Request, RequestOptions, Update, encode_prompts
-from drafter.engine.runner import Runner, check_fit
+from drafter.engine.runner import CacheWithStates, Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.states import CacheWithStates
 from drafter.engine.tuned import PLAIN, Sizer, Tree
 from drafter.proposers.lookup import LookupDrafting
 from drafter.targets.target import Target

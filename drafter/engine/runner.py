@@ -1,7 +1,8 @@
 """Runner: the tensors of the running rows, their memory, and one step over these rows. The scheduler owns all queues.
 
 Shapes: B rows of a step · T tokens of a prefill chunk · N tree nodes · L draft length · Z = L + 1 nodes of a path ·
-V vocabulary · C context size · S cache slots · A rows with log-probabilities · M listed tokens · X any dimensions.
+V vocabulary · C context size · S cache slots · A rows with log-probabilities · M listed tokens · X any dimensions ·
+D hidden size · Y = D times the number of kept layers.
 """
 
 import logging
@@ -26,8 +27,7 @@ from drafter.engine.graphs import Graphs, Parts
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
-from drafter.engine.states import CacheWithStates
-from drafter.targets.slots import Slots, TargetOutput
+from drafter.runtimes.base import RowCache, Slots, TargetOutput
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
 
@@ -35,6 +35,41 @@ _log = logging.getLogger(__name__)
 _NO_PARAMS = SamplingParams()  # rows without a request have these
 _WARM_PARAMS = (_NO_PARAMS, SamplingParams(temperature=1.0))  # a warm-up records steps with these
 _SLOT_BUCKET = 128  # visible slots are rounded up to a multiple of this, so that few shapes occur
+
+
+class CacheWithStates:
+    """A cache that also keeps the hidden states of its slots in bfloat16: those of ``layers``, and the final ones."""
+
+    def __init__(self, target: Target, inner: RowCache, layers: tuple[int, ...]) -> None:
+        self._target, self._inner, self._layers = target, inner, layers
+        self.num_rows, self.num_slots, self.spare_slot = inner.num_rows, inner.num_slots, inner.spare_slot
+        shape = self.num_rows, self.spare_slot + 1, target.hidden_size * (len(layers) + 1)
+        self._state_BSY = torch.zeros(shape, dtype=torch.bfloat16, device=target.device)
+        self._row_B1 = torch.arange(self.num_rows, device=target.device)[:, None]
+
+    def move_slots(self, source_BL: Tensor, destination_BL: Tensor) -> None:
+        self._inner.move_slots(source_BL, destination_BL)
+        row_B1 = self._row_B1[: len(source_BL)]
+        self._state_BSY[row_B1, destination_BL] = self._state_BSY[row_B1, source_BL]
+
+    def copy_row(self, source: int, destination: int, num_slots: int) -> None:
+        self._inner.copy_row(source, destination, num_slots)
+        self._state_BSY[destination, :num_slots] = self._state_BSY[source, :num_slots]
+
+    def forward(self, token_BT: Tensor, slots: Slots, context_layers: Sequence[int]) -> TargetOutput:
+        """The target's forward over this cache; the states of all tokens go to the tokens' slots."""
+        layers = tuple(dict.fromkeys((*context_layers, *self._layers)))
+        hidden_BTD, read_BTC = self._target.forward(token_BT, slots, self._inner, layers)
+        state_of = dict(zip(layers, read_BTC.split(self._target.hidden_size, dim=-1), strict=bool(layers)))
+        state_BTY = torch.cat([*(state_of[layer] for layer in self._layers), hidden_BTD], dim=-1)
+        row_B1 = self._row_B1[slots.first_row : slots.first_row + len(token_BT)]
+        self._state_BSY[row_B1, slots.slot_BT] = state_BTY.to(torch.bfloat16)
+        context = [state_of[layer] for layer in context_layers]
+        return TargetOutput(hidden_BTD, torch.cat(context, dim=-1) if context else hidden_BTD)
+
+    def states(self, row: int, start: int, stop: int) -> Tensor:
+        """The kept states of some positions of a row, [stop - start, layers + 1, D] on the CPU."""
+        return self._state_BSY[row, start:stop].unflatten(-1, (-1, self._target.hidden_size)).cpu().clone()
 
 
 class _Wanted(NamedTuple):

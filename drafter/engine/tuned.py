@@ -20,7 +20,6 @@ from drafter.engine.scheduler import bucket
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
 from drafter.utils.parse import read_json, validated
-from drafter.utils.provenance import cpu_name
 
 if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
@@ -399,6 +398,8 @@ def device_name(target: Target) -> str:
     if device.type != "cpu":
         accelerator = torch.get_device_module(device)
         return str(accelerator.get_device_name(device)) if hasattr(accelerator, "get_device_name") else device.type
+    from drafter.utils.provenance import cpu_name
+
     return f"{cpu_name() or device.type}, {target.traits.num_threads} threads"
 
 

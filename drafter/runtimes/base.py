@@ -15,6 +15,7 @@ from drafter.targets.slots import Slots as Slots
 from drafter.targets.slots import TargetOutput as TargetOutput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BITS = {"int8": 8, "int4": 4}  # of --quantization
 
 
 class Unsuitable(Exception):

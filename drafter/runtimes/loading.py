@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from drafter.runtimes.base import DTYPES, Spec, Unsuitable
+from drafter.runtimes.base import BITS, DTYPES, Spec, Unsuitable
 from drafter.runtimes.native.loading import load_native
-from drafter.runtimes.torch.quantized import BITS
 from drafter.targets.fingerprint import ends_in_model, fingerprint_of
 from drafter.targets.target import Target
 from drafter.utils.validate import require_choice

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafter.kernels import native
-from drafter.runtimes.base import Slots, Spec, Unsuitable, check_rotation
+from drafter.runtimes.base import BITS, Slots, Spec, Unsuitable, check_rotation
 from drafter.runtimes.native.family import FAMILIES
 from drafter.runtimes.native.runtime import NativeRuntime
 from drafter.runtimes.native.weights import (
@@ -28,7 +28,6 @@ from drafter.runtimes.native.weights import (
     rounded,
     tensors_of_gguf,
 )
-from drafter.runtimes.torch.quantized import BITS
 from drafter.targets.catalog import checkpoint_files, home_folder, key_of, place_of, read_tokenizer, stored_file
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
 from drafter.targets.target import Target

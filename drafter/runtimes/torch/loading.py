@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from drafter.runtimes.base import DTYPES, Spec, Unsuitable, check_rotation
-from drafter.runtimes.torch.quantized import BITS, has_plain_weights, reading_of, round_linears
+from drafter.runtimes.base import BITS, DTYPES, Spec, Unsuitable, check_rotation
+from drafter.runtimes.torch.quantized import has_plain_weights, reading_of, round_linears
 from drafter.runtimes.torch.runtime import TorchRuntime
 from drafter.runtimes.torch.spread import layer_devices, load_mapped, load_sharded
 from drafter.targets.catalog import checkpoint_files, place_of, read_tokenizer

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # Whose quantizer of transformers gives plain numbers.
 _PLAIN = ("fp8", "mxfp8", "compressed-tensors", "mxfp4")
-BITS = {"int8": 8, "int4": 4}  # of --quantization
 _GROUP = 32
 _PART = 4096  # outputs that are rounded at a time
 
