@@ -1,6 +1,5 @@
 """Launches, copies, waits and graphs of steps, of admissions and of swaps of the drafter. Counts are limits."""
 
-import asyncio
 import gc
 import subprocess
 import sys
@@ -22,14 +21,9 @@ from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import Plan
-from drafter.serving.answers import Answer, Model
-from drafter.serving.metrics import Metrics
-from drafter.serving.protocol import CompletionRequest
-from drafter.serving.worker import Worker
 from drafter.targets.target import Target
 from tests.accelerator.cuda.device import counted, counts
 from tests.accelerator.cuda.models import CUDA, EIGHT_B, TINY, drafter_of, target_of
-from tests.data.tiny import tiny_tokenizer
 
 GREEDY = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
@@ -155,22 +149,6 @@ def test_a_request_starts_without_a_wait(engine: Engine) -> None:
         engine.drop()
 
 
-def test_rows_that_move_and_share_prefixes_cost_no_wait() -> None:
-    target = tiny()
-    engine = Engine(target, drafter_of(target), replace(PLAN, enable_prefix_caching=True))
-    prompt = list(range(3, 90))
-    requests = [engine.add(engine.make_request([*prompt, place], GREEDY)) for place in range(3)]
-    engine.step(), engine.step()
-    requests[0].finish("abort")
-    with counted() as count:
-        engine.step()  # the last row moves
-    assert count["sync"] == 1 and count["h2d_pageable"] == 0 and count["launch"] <= 8, count
-    late = engine.add(engine.make_request([*prompt, 7, 8], GREEDY))
-    with counted() as count:
-        engine.step()
-    assert late.num_shared >= 80 and count["sync"] == 1 and count["h2d_pageable"] == 0, count
-
-
 def run_in_thread(work: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
@@ -217,44 +195,6 @@ def test_a_load_beside_a_recording_breaks_neither(engine: Engine) -> None:
     with counted() as count:
         engine.step()
     assert count["graph_launch"] == 1
-
-
-def test_a_server_takes_over_a_drafter_of_another_shape_under_load(engine: Engine) -> None:
-    """As ``serve --follow`` does: answers go on in the engine's thread, which records the new steps."""
-    target = engine.target
-    target.tokenizer = tiny_tokenizer()
-    swapped = []
-
-    async def serve() -> list[int]:
-        worker = Worker(engine, max_queue=32, metrics=Metrics())
-        worker.start()
-        try:
-            return await under_load(worker)
-        finally:
-            await worker.stop()
-
-    async def under_load(worker: Worker) -> list[int]:
-        answers = []
-        for params in (GREEDY, SAMPLED, replace(GREEDY, max_new_tokens=40)) * 10:
-            body = CompletionRequest(model="x", prompt="x", stream=True)
-            request = engine.make_request(list(range(3, 60)), params)
-            answers.append(Answer(Model("x", "", target.tokenizer), body, [request]))
-            worker.submit(answers[-1])
-
-        async def read(answer: Answer) -> int:
-            return len([entry async for entry in answer.entries()])
-
-        reading = [asyncio.ensure_future(read(answer)) for answer in answers]
-        for width in (32, 96):
-            await asyncio.sleep(0.02)
-            drafter = await asyncio.to_thread(drafter_of, target, num_res_blocks=1, block_rank=width)
-            await worker.replace_drafter(drafter)
-            assert engine.drafter is drafter and engine.has_work
-            swapped.append(width)
-        return list(await asyncio.gather(*reading))
-
-    assert min(asyncio.run(serve())) >= 2
-    assert not engine.has_work and len(swapped) == 2
 
 
 def test_an_8b_target_fits_and_all_its_steps_are_recorded() -> None:
