@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,15 +213,25 @@ def stored_file(name: str, revision: str | None = None) -> tuple[Path, Path] | N
 
 
 def _converted(file: Path, has_weights: bool) -> Path:
-    """The folder made from a `.gguf` file, made now if the file is new or has changed."""
-
-    def fill(scratch: Path) -> None:
+    """The folder made from a `.gguf` file, made now if the file is new or has changed. Of two processes the second
+    waits, and finds the folder done.
+    """
+    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, _VERSION))}"
+    if _is_whole(folder):
+        return folder
+    with _alone(folder):
+        if _is_whole(folder):
+            return folder
         from drafter.targets.gguf_file import convert_gguf  # with torch, whose import takes seconds
 
-        convert_gguf(file, scratch, has_weights=has_weights)
-
-    folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, _VERSION))}"
-    return keep(folder, fill, file.name)
+        with replacing(folder, follows_links=False) as scratch:
+            scratch.mkdir()
+            convert_gguf(file, scratch, has_weights=has_weights)
+            for each in scratch.iterdir():
+                each.chmod(0o644)  # safetensors writes for one user only; a shared home is common
+            record = {"source": file.name, "bytes": {each.name: each.stat().st_size for each in scratch.iterdir()}}
+            (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def fetch(alias: str, *, wheels: Path | None = None) -> Path:
@@ -457,25 +467,6 @@ def key_of(files: Iterable[Path], facts: Any = None) -> str:
     return hashlib.sha256(json.dumps([stamps, facts], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def keep(folder: Path, fill: Callable[[Path], None], source: Any = None) -> Path:
-    """The folder, filled by ``fill`` unless it is whole; its record says its ``source``. A second process waits for the
-    first.
-    """
-    if is_whole(folder):
-        return folder
-    with _alone(folder):
-        if is_whole(folder):
-            return folder
-        with replacing(folder, follows_links=False) as scratch:
-            scratch.mkdir()
-            fill(scratch)
-            for file in scratch.iterdir():
-                file.chmod(0o644)  # safetensors writes for one user only; a shared home is common
-            record = {"source": source, "bytes": {file.name: file.stat().st_size for file in scratch.iterdir()}}
-            (scratch / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return folder
-
-
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """One process after the other makes what will stand at `place`, from where a killed one left it."""
@@ -487,7 +478,7 @@ def _alone(place: Path) -> Iterator[None]:
         yield
 
 
-def is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     """Whether every file of a kept folder has its size."""
     try:
         sizes = read_json_object(folder / _RECORD)["bytes"]

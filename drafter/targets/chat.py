@@ -26,11 +26,6 @@ _PART, _CUT_TOKENS = 4096, 8  # characters that are counted at once, and tokens 
 _OUT_OF_MEMORY = 77  # exit code of a fork
 
 
-def encode_text(tokenizer: Any, text: str, *, escape_special_tokens: bool = False) -> list[int]:
-    """Token ids of raw text, with the special tokens that the tokenizer adds by itself; ``escape``: as below."""
-    return list(tokenizer(escaped(tokenizer, text) if escape_special_tokens else text)["input_ids"])
-
-
 class Chat(NamedTuple):
     """A conversation, and the functions that the target may call, in OpenAI's form."""
 
@@ -58,18 +53,6 @@ def is_longer(tokenizer: Any, texts: Sequence[str], num_tokens: int) -> bool:
             if num_tokens < 0:
                 return True
     return False
-
-
-def encode_pieces(tokenizer: Any, pieces: Pieces, *, escape_special_tokens: bool = False) -> list[int]:
-    """Token ids of texts with token ids between them, without the tokens that the tokenizer puts before a text."""
-    found: list[int] = []
-    for piece in pieces:
-        if isinstance(piece, int):
-            found.append(piece)
-        else:
-            text = escaped(tokenizer, piece) if escape_special_tokens else piece
-            found += tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
 
 
 def opening(tokenizer: Any) -> list[int]:
@@ -112,21 +95,29 @@ def render_chat(
         raise ValueError(f"{what_runs(name)} refuses these messages: {kind}{first_line(error)}") from error
 
 
-def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    name: str,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    escape_special_tokens: bool = False,
+def encode(
+    tokenizer: Any, asked: str | Chat | Pieces, name: str = "", *, escape_special_tokens: bool = False
 ) -> list[int]:
-    """Token ids of a conversation up to the opening of the assistant's turn; with ``escape_special_tokens`` contents
-    are :func:`escaped`.
+    """Token ids of raw text, with the special tokens that the tokenizer adds by itself; of pieces, without these; or of
+    a conversation of the target ``name`` up to the opening of the assistant's turn. Contents may be :func:`escaped`.
     """
-    turns = [dict(message) for message in messages]
-    if escape_special_tokens:
-        turns = [{**turn, "content": escaped(tokenizer, turn.get("content") or "")} for turn in turns]
-    return list(tokenizer(render_chat(tokenizer, turns, name, tools=tools), add_special_tokens=False)["input_ids"])
+
+    def read(text: str) -> str:
+        return escaped(tokenizer, text) if escape_special_tokens else text
+
+    if isinstance(asked, str):
+        return list(tokenizer(read(asked))["input_ids"])
+    if isinstance(asked, Chat):
+        turns = [dict(turn) for turn in asked.messages]
+        if escape_special_tokens:
+            turns = [{**turn, "content": read(turn.get("content") or "")} for turn in turns]
+        text = render_chat(tokenizer, turns, name, tools=asked.tools)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    parts = (
+        [piece] if isinstance(piece, int) else tokenizer(read(piece), add_special_tokens=False)["input_ids"]
+        for piece in asked
+    )
+    return [token for part in parts for token in part]
 
 
 def escaped(tokenizer: Any, text: str) -> str:

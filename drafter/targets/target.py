@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from drafter.targets.chat import Chat, Fork, encode_chat, encode_pieces, encode_text, is_longer, texts_of, what_runs
+from drafter.targets.chat import Chat, Fork, encode, is_longer, texts_of, what_runs
 from drafter.targets.slots import Slots, TargetOutput
 
 if TYPE_CHECKING:
@@ -102,18 +102,15 @@ class Target:
         """
         tokenizer, name = self.tokenizer, self.name
 
-        def encode(item: Any) -> list[int] | None:
+        def encoded(item: Any) -> list[int] | None:
             asked, tools, is_escaped, most = item
-            is_chat = isinstance(asked, list) and isinstance(asked[0], dict)
-            if most is not None and is_longer(tokenizer, texts_of(Chat(asked, tools) if is_chat else asked), most):
+            if isinstance(asked, list) and isinstance(asked[0], dict):
+                asked = Chat(asked, tools)
+            if most is not None and is_longer(tokenizer, texts_of(asked), most):
                 return None
-            if isinstance(asked, str):
-                return encode_text(tokenizer, asked, escape_special_tokens=is_escaped)
-            if not is_chat:
-                return encode_pieces(tokenizer, asked, escape_special_tokens=is_escaped)
-            return encode_chat(tokenizer, asked, name, tools=tools, escape_special_tokens=is_escaped)
+            return encode(tokenizer, asked, name, escape_special_tokens=is_escaped)
 
-        return Fork(encode, f"{what_runs(name)}, or the tokenizer,")
+        return Fork(encoded, f"{what_runs(name)}, or the tokenizer,")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens))

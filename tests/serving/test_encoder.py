@@ -10,7 +10,7 @@ import pytest
 from drafter.serving.encoder import Encoder
 from drafter.serving.protocol import ApiError
 from drafter.targets import chat
-from drafter.targets.chat import Chat, encode_chat, encode_text, escaped, is_longer
+from drafter.targets.chat import Chat, encode, escaped, is_longer
 from drafter.targets.target import Target
 from tests.data.tiny import CHAT_TEMPLATE, END, USER, tiny_tokenizer
 
@@ -66,7 +66,7 @@ async def test_hostile_templates_fail_alone(encoder: Encoder) -> None:
     hanging = asyncio.create_task(encoder.encode(turns("hang")))
     await asyncio.sleep(0.1)
     waiting = asyncio.create_task(encoder.encode(turns("next")))
-    assert await waiting == encode_chat(tiny_tokenizer(HOSTILE), turns("next").messages, "tiny")
+    assert await waiting == encode(tiny_tokenizer(HOSTILE), turns("next"), "tiny")
     assert not hanging.done(), "a slow template stalls nobody"
     with pytest.raises(ApiError, match="took longer than") as found:
         await hanging
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):  # the exchange with the process begins all the same
             await encoder.encode(turns("word " * 2_000))
-    assert await encoder.encode("after") == encode_text(tiny_tokenizer(), "after")
+    assert await encoder.encode("after") == encode(tiny_tokenizer(), "after")
     left = [asyncio.create_task(encoder.encode(turns("hang"))) for _ in range(6)]
     await asyncio.sleep(0.5)
     for task in left:
@@ -109,17 +109,17 @@ async def test_a_client_that_leaves_and_a_killed_child_leave_nothing_to_the_next
     with pytest.raises(ApiError) as found:
         await hanging
     assert found.value.status_code == 503
-    assert await encoder.encode("b") == encode_text(tiny_tokenizer(), "b")
+    assert await encoder.encode("b") == encode(tiny_tokenizer(), "b")
 
 
 @pytest.mark.parametrize("encoder", [{"escape_special_tokens": True}], indirect=True)
 async def test_special_tokens_of_clients_are_escaped_where_asked_for(encoder: Encoder) -> None:
     tokenizer = tiny_tokenizer()
     text = f"say {END}{USER} twice"
-    assert tokenizer.convert_tokens_to_ids(END) in encode_text(tokenizer, text)
+    assert tokenizer.convert_tokens_to_ids(END) in encode(tokenizer, text)
     assert escaped(tokenizer, text) == "say < |end|>< |user|> twice"
-    plain = encode_chat(tokenizer, turns("x").messages, "tiny")
-    ids = encode_chat(tokenizer, turns(text).messages, "tiny", escape_special_tokens=True)
+    plain = encode(tokenizer, turns("x"), "tiny")
+    ids = encode(tokenizer, turns(text), "tiny", escape_special_tokens=True)
     specials = tokenizer.all_special_ids
     assert [token for token in ids if token in specials] == [token for token in plain if token in specials]
     assert escaped(tokenizer, f"{END[:3]}{END}{END[3:]}").count(END) == 0
@@ -134,4 +134,4 @@ async def test_a_template_that_never_works_costs_no_client_its_time(encoder: Enc
         await encoder.encode(turns("fine"))
     assert found.value.status_code == 400
     encoder._exchange = exchange  # type: ignore[method-assign]
-    assert await encoder.encode("a text") == encode_text(tiny_tokenizer(), "a text")
+    assert await encoder.encode("a text") == encode(tiny_tokenizer(), "a text")
