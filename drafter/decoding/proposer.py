@@ -64,9 +64,7 @@ class Proposer:
         raise NotImplementedError
 
     def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        """Draft, and pack the N - 1 best nodes behind the root of every row; a row with a score that is no number is
-        marked.
-        """
+        """Draft, and pack the N - 1 best nodes behind every root; a row with a score that is no number is marked."""
         token_BM, parent_BM, score_BM = self.draft(rows, noise)
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)

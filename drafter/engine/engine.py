@@ -171,9 +171,7 @@ class Engine:
         return 0 if self._runner is None else self._runner.num_failed_drafts
 
     def reserve(self, num_slots: int) -> None:
-        """Allocate a cache of at least ``num_slots`` slots per row, unless there is one (ValueError: in use, or no
-        memory).
-        """
+        """Allocate a cache of ``num_slots`` slots per row, unless one is there (ValueError: in use, or no memory)."""
         if self._runner is not None and self._runner.num_slots >= num_slots:
             return
         if self.has_work:
@@ -340,9 +338,7 @@ class Engine:
         return ", ".join(words)
 
     def _proposers(self, drafter: "RecurrentDrafter | None") -> tuple[Proposer, dict[Tree, Proposer]]:
-        """The method's largest proposer, and those of all trees that the sizer may choose (ValueError: a model does not
-        fit).
-        """
+        """The method's largest proposer, and those of all trees of the sizer (ValueError: a model does not fit)."""
         drafting, models = self.plan.drafting, (self.target, drafter, self._draft_model)
         by_tree: dict[Tree, Proposer] = {}
         for tree in sorted(self._sizer.trees if self._sizer is not None else (), key=lambda tree: -tree.tree_size):

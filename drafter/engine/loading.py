@@ -69,9 +69,7 @@ class LoadedModels(NamedTuple):
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
-    """A drafter (folder, name in the package, or hub id) as the target's device and format want it; ValueError: not
-    its.
-    """
+    """A drafter (folder, name in the package, hub id) on the target's device, in its format (ValueError: another's)."""
     return _ready(_read_drafter(name), target)
 
 

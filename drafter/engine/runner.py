@@ -269,9 +269,7 @@ class Runner:
         emitted_BZ: Tensor,
         wanted: _Wanted,
     ) -> dict[str, Tensor]:
-        """Failure of drafts, number and ids of emitted tokens [B, L + 3]; then asked log-probabilities, and trees of
-        all rows.
-        """
+        """Failure, number and ids of emitted tokens [B, L + 3]; then asked log-probabilities, and trees of all rows."""
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
         failed_B = torch.zeros_like(number_B) if failed_B is None else failed_B
         results = {"line": torch.cat([failed_B[:, None], number_B[:, None], emitted_BZ], dim=1)}

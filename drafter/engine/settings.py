@@ -101,9 +101,7 @@ class EngineOptions(TargetConfig, EngineConfig):
 
     @property
     def drafter_used(self) -> str | None:
-        """The given drafter, else the package's for this target; None for ``none``, and where another way or model
-        drafts.
-        """
+        """The given drafter, else the package's for this target; None for ``none`` and where something else drafts."""
         is_open = self.method is None and (self.draft_model is None or self.drafter is not None)
         if self.drafter == NO_DRAFTER or not (is_open or self.method == "drafter"):
             return None
@@ -229,9 +227,7 @@ def _check_models(config: EngineConfig, *, has_drafter: bool, has_draft_model: b
 def _measured(
     config: EngineConfig, target: "Target", drafter: "RecurrentDrafter", *, is_compiled: bool
 ) -> tuple["TunedSizes | None", str]:
-    """The measured sizes and their file, or None and why there are none (ValueError: a damaged file, or a user's
-    misfit).
-    """
+    """The measured sizes and their file, or None and why there are none (ValueError: damaged, or a user's misfit)."""
     from drafter.engine.tuned import conditions_of, misfit, read_tuned
 
     path = Path(config.tuned) if config.tuned is not None else None
@@ -253,9 +249,7 @@ def _measured(
 
 
 def tuned_path(drafter: str | Path) -> Path:
-    """Path of a drafter's measured sizes: in its folder, else (in the package, of the hub) under
-    ``$DRAFTER_HOME/tuned``.
-    """
+    """Path of a drafter's measured sizes: in its folder, else (package, hub) under ``$DRAFTER_HOME/tuned``."""
     from drafter.models.files import TUNED_FILE
     from drafter.targets.catalog import home_folder
 

@@ -44,9 +44,7 @@ _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calib
 
 
 class Tree(NamedTuple):
-    """Beam width W, draft length L, nodes N (root included). N = 1 is plain decoding; L = 0: copies alone, of W
-    matches.
-    """
+    """Beam width W, draft length L, nodes N with the root. N = 1: plain decoding; L = 0: copies alone, of W matches."""
 
     beam_width: int
     draft_length: int
@@ -80,9 +78,7 @@ LIVE_TREES = {Tree(2, 2, 4): 1.9, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 
 
 @dataclass(frozen=True)
 class MeasuredTree:
-    """A tree's measured speed: a row's tokens in a step on the calibration prompts, and the duration of a step of all
-    rows.
-    """
+    """A tree's measured speed: a row's tokens in a step on the calibration prompts, and the step's duration."""
 
     beam_width: Size
     draft_length: Annotated[int, Field(ge=0, le=4096)]

@@ -141,9 +141,7 @@ def generate(
     engine_config: EngineConfig | None = None,
     **settings: Any,
 ) -> Tensor:
-    """``model.generate(inputs, **settings)`` with a drafter, once (:meth:`DrafterDecoder.generate`); ``inputs`` may be
-    the output of a tokenizer.
-    """
+    """``model.generate(inputs, **settings)`` with a drafter, once; ``inputs`` may be a tokenizer's output."""
     if isinstance(inputs, Mapping):
         settings = {**inputs, **settings}
         inputs = None

@@ -48,9 +48,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
-    """Replace every ``nn.Linear`` (not its subclasses); the number of layers. Those to ``keep`` keep their plain
-    weight.
-    """
+    """Replace every ``nn.Linear`` (not its subclasses); their number. Those to ``keep`` keep the plain weight."""
     found = [
         (parent, name, child)
         for parent in module.modules()

@@ -31,9 +31,7 @@ class _Content(TypedDict):
 
 
 def read_trained(path: str | Path) -> dict[str, Any]:
-    """A trainer's checkpoint, tensors and plain data only (ValueError: missing, damaged, of others, with pickled
-    objects).
-    """
+    """A trainer's checkpoint, tensors and plain data only (ValueError: missing, damaged, or of somebody else)."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist: give a .ckpt file that `drafter train` wrote")

@@ -51,9 +51,7 @@ class RnnCell(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(linear(x)): the residual in the target's own units, scaled input for the layer, which a rank makes
-    narrow.
-    """
+    """x + SiLU(linear(x)): the residual in the target's own units, scaled input for the layer, narrow by a rank."""
 
     def __init__(self, size: int, rank: int | None) -> None:
         super().__init__()
@@ -122,9 +120,7 @@ class RecurrentDrafter(nn.Module):
 
     @classmethod
     def from_apple(cls, folder: str | Path) -> Self:
-        """A drafter in the published format, for any target of its sizes (OSError; ValueError: damaged, or no
-        counterpart here).
-        """
+        """A drafter in the published format, for any target of its sizes (OSError; ValueError: no counterpart here)."""
         from drafter.models.apple_format import config_from_apple, from_apple
 
         config = config_from_apple(read_json_object(Path(folder, CONFIG_NAME)))
@@ -205,9 +201,7 @@ class RecurrentDrafter(nn.Module):
         return (rows_RD.device, rows_RD.dtype) == (self.device, self.dtype)
 
     def pack(self) -> Self:
-        """Let the native search draft, where there is one, in 8 bits; for decoding only: the weights must not change
-        any more.
-        """
+        """Let the native search draft in 8 bits, where there is one; the weights must not change any more."""
         self.is_packed = True
         return self
 

@@ -53,9 +53,7 @@ class Copies(NamedTuple):
         return self._replace(length_BWS=(before_BWS + 1).clamp_max(len(SHARES)) * is_same_BWS)
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """The token after each beam's longest match, the latest of equals, int64 [B, W], and its log odds, -inf without
-        one.
-        """
+        """The token after each beam's longest, then latest match, int64 [B, W], and its log odds, -inf without one."""
         num_slots = self.token_BS.shape[1]
         slot_S = torch.arange(num_slots, device=self.token_BS.device)
         key_BW = (self.length_BWS * num_slots + slot_S).amax(dim=2)

@@ -125,8 +125,8 @@ class DraftModelProposer(Proposer):
         first_row: int = 0,
         num_visible: int = 0,
     ) -> Tensor:
-        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D]. Rows that do not decode feed
-        the spare slot.
+        """Feed consecutive tokens to the slots from ``start`` on; hidden states [B, T, D]. Idle rows feed the spare
+        slot.
         """
         token_BT = token_BT.clamp_max(self._draft.vocab_size - 1)  # the target may pick one of its padded rows
         position_BT = slot_BT = start_B[:, None] + torch.arange(token_BT.shape[1], device=start_B.device)

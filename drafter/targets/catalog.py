@@ -123,9 +123,7 @@ def check_name(name: str, revision: str | None = None) -> Path | str:
 
 
 def gguf_path(name: str, revision: str | None = None) -> Path | None:
-    """The GGUF file that a name stands for, fetched if it says so; None for others (ValueError: an alias not fetched
-    yet).
-    """
+    """The GGUF file that a name stands for, fetched if it says so; else None (ValueError: an alias not fetched yet)."""
     path = Path(name).expanduser()
     if name in ALIASES:
         source = ALIASES[name]
@@ -273,9 +271,7 @@ def _from_hub(source: Source) -> Path | None:
 
 
 def _hub_file(repository: str, wanted: str, revision: str | None) -> Path:
-    """A GGUF file by its name or quantisation, in the hub's cache (ValueError: no such file; OSError: no answer, no
-    space).
-    """
+    """A GGUF file by its name or quantisation, in the hub's cache (ValueError: no such file; OSError: no answer)."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -410,9 +406,7 @@ def kept_targets() -> list[Kept]:
 
 
 def clear(name: str | None) -> list[Kept]:
-    """Remove a kept file or folder by alias or name; None: all that the next use makes again. What went (ValueError:
-    nothing).
-    """
+    """Remove what is kept by alias or name; None: all that the next use makes. What went (ValueError: nothing)."""
     kept = kept_targets()
     gone = [each for each in kept if (each.is_made if name is None else name in (each.path.name, each.origin))]
     if name is not None and not gone:

@@ -155,9 +155,7 @@ class Fork:
         self._lock = threading.RLock()
 
     def map(self, items: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """``[function(item) for item in items]`` (:class:`ForkError`), each in ``seconds`` of processor time
-        (MAX_SECONDS).
-        """
+        """``[function(item) for item in items]`` (:class:`ForkError`), each in ``seconds`` of processor time."""
         seconds, is_forked = seconds or MAX_SECONDS, sys.platform.startswith("linux")
         with self._lock:
             return [self._value(item, seconds) if is_forked else self._function(item) for item in items]

@@ -167,9 +167,7 @@ def _check_tensors(header: Header, config: Any) -> str:
 
 
 def _rotate(config: Any, header: Header) -> str:
-    """Give the config the file's scaled rotation, which transformers does not read; what is not known of it, or
-    nothing.
-    """
+    """Give the config the file's scaled rotation, which transformers does not read; what is not known of it, or ""."""
     unknown = "turns positions in a way that is not known here (%s)"
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # the other layers of such models are not scaled

@@ -66,9 +66,7 @@ class Target:
     def forward(
         self, token_BT: Tensor, slots: Slots | None = None, cache: Any = None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Run the decoder without its output matrix (:meth:`drafter.runtimes.base.Runtime.forward`), over a cache of
-        its runtime.
-        """
+        """Run the decoder without its output matrix (:meth:`drafter.runtimes.base.Runtime.forward`)."""
         assert (slots is None) == (cache is None), "slots are those of a cache"
         return self.runtime.forward(token_BT, slots, cache, context_layers)
 
@@ -97,9 +95,7 @@ class Target:
         return self.new_encoder()
 
     def new_encoder(self) -> Fork:
-        """Encodes [a text, messages or pieces; tools; special tokens are escaped; most tokens]; None: certainly more
-        tokens.
-        """
+        """Encodes [text, messages or pieces; tools; special tokens are escaped; most tokens]; None: more tokens."""
         tokenizer, name = self.tokenizer, self.name
 
         def encoded(item: Any) -> list[int] | None:

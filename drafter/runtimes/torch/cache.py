@@ -88,9 +88,7 @@ class SlotCache(Cache):
         self.num_visible = num_slots
 
     def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
-        """Say where the next forward writes, the slots of rows from ``first_row`` on, and how many slots it sees; None:
-        all.
-        """
+        """Say where the rows from ``first_row`` on write in the next forward, and how many slots it sees; None: all."""
         num_rows = slot_BT.shape[0]
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)
         self.rows = slice(first_row, first_row + num_rows)
@@ -101,9 +99,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatter one layer's keys and values [B, H, T, K] to the planned slots; views of the visible ones [B, H, S,
-        K].
-        """
+        """Scatter a layer's new keys, values [B, H, T, K] to the planned slots; views of the visible ones [B, H, S, K]."""
         row_B1, slot_BT = self._places[layer_idx][0].row_B1[self.rows], self._places[layer_idx][0].slot_BT
         keys, values = self.layer(layer_idx)
         for kept, new in ((keys, key_states), (values, value_states)):

@@ -180,9 +180,7 @@ def _probe_logit_map(model: "PreTrainedModel", name: str) -> LogitMap:
 
 
 def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
-    """A copy, on the CPU, of the last module that makes the final hidden states, [..., D] in and out (ValueError:
-    none).
-    """
+    """A copy, on the CPU, of the last module that makes final hidden states, [..., D] in and out (ValueError: none)."""
     made: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, given: Any, output: Any) -> None:
