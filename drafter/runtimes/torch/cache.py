@@ -99,7 +99,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatter a layer's new keys, values [B, H, T, K] to the planned slots; views of the visible ones [B, H, S, K]."""
+        """Scatter a layer's keys and values [B, H, T, K] to their slots; views of the visible ones [B, H, S, K]."""
         row_B1, slot_BT = self._places[layer_idx][0].row_B1[self.rows], self._places[layer_idx][0].slot_BT
         keys, values = self.layer(layer_idx)
         for kept, new in ((keys, key_states), (values, value_states)):
