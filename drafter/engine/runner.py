@@ -262,12 +262,7 @@ class Runner:
         self.num_failed_drafts += 1
 
     def _results(
-        self,
-        candidates: Candidates,
-        accepted: AcceptedPath,
-        logits_BNV: Tensor,
-        emitted_BZ: Tensor,
-        wanted: _Wanted,
+        self, candidates: Candidates, accepted: AcceptedPath, logits_BNV: Tensor, emitted_BZ: Tensor, wanted: _Wanted
     ) -> dict[str, Tensor]:
         """Failure, number and ids of emitted tokens [B, L + 3]; then asked log-probabilities, and trees of all rows."""
         number_B, failed_B = accepted.num_accepted_B + 1, candidates.has_failed_B
