@@ -140,11 +140,7 @@ def test_steps_read_once_and_send_nothing(
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operators that write memory; views are free.
-
-    Attributes:
-        found: numbers of the target's forward (``target``) and of all else (``rest``).
-    """
+    """Counts operators that write memory, of the target's forward and of all else; views are free."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()
@@ -187,9 +183,7 @@ def test_kernels_of_a_step(tree_size: int, beam_width: int, draft_length: int, m
 
 
 def test_prefill_and_shared_prefixes_read_nothing() -> None:
-    """Steps that fill prompts in, in chunks, while no row decodes, do not read; a step in which requests share the
-    prompts of finished and of running requests reads once.
-    """
+    """Prefill alone does not read; a step in which requests share prompts of finished and running ones reads once."""
     engine = engine_of(target_of("windows"), enable_prefix_caching=True, prefill_chunk=16)
     engine.reserve(128)
     prompt = list(range(50))

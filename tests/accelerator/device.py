@@ -89,11 +89,7 @@ def _expect_one_device(tensor: Tensor, indices: Sequence[Tensor | None]) -> None
 
 
 class Refuser:
-    """The device, switched on by :meth:`on`.
-
-    Attributes:
-        copies: by kind, counted since the last ``clear()``.
-    """
+    """The device, switched on by :meth:`on`; ``copies`` by kind, counted since the last ``clear()``."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,7 +1,4 @@
-"""Keyed noise: the published generator, the same bits for any batch and vocabulary subset, and statistical quality.
-
-Every statistical test has a stated threshold; the noise is a fixed function, so a pass today is a pass for ever.
-"""
+"""Keyed noise: the published generator, its bits, and its statistical quality by fixed thresholds."""
 
 import itertools
 import math

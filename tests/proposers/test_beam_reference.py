@@ -113,10 +113,7 @@ class Case:
         return self.drafter.logits(context_C, state_D)
 
     def reference_tree(self, row, copy_of=lambda path: (0.0, 0)):
-        """drafter.reference's tree, scored in Python floats; ``copy_of`` gives the share and token that a path copies.
-
-        Tokens are the target's, and the state of a beam is its path, root included.
-        """
+        """The reference's tree in Python floats; ``copy_of`` gives the share and token that a path copies."""
         p = self.params[row]
 
         def scores(path):

@@ -29,10 +29,7 @@ def test_oracle(max_num_seqs: int, gamma: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 def test_own_draft_is_always_right(gamma: int) -> None:
-    """The target drafting for itself: every draft is kept, greedy or sampled, so the draft cache is never stale.
-
-    Answers end at different times, so rows move.
-    """
+    """The target drafts for itself, rows move, and every draft is kept, so the draft cache is never stale."""
     target = tiny_target()
     asked = [
         (

@@ -1,9 +1,8 @@
-"""The published acceptance of ReDrafter's beams, kept only to show that the tests of exactness can fail.
+"""The published acceptance of ReDrafter's beams (arXiv 2403.09919, section 4), to show that the tests of exactness can
+fail.
 
-The beam search of the drafter proposes; each token of a beam is accepted with probability min(1, p / q), the beam with
-the longest accepted prefix wins (the first among equals), and the next token is drawn from norm(max(0, p - q)) at the
-first rejection, or from p after a whole beam. A beam-searched token is no sample of q, so this is not a draw from p.
-(arXiv 2403.09919, section 4: "might not give the exact distribution match".)
+Each token of a beam is accepted with probability min(1, p / q), the beam with the longest accepted prefix wins, and the
+next token is drawn from norm(max(0, p - q)), or from p after a whole beam. A beam-searched token is no sample of q.
 """
 
 import numpy as np

@@ -1,7 +1,5 @@
 """TableTarget: a target that is a table of logits, so that the exact distribution of its answers can be written down.
-
-The logits after a text depend on every token generated so far, which the target learns in no other way than a real one:
-through the slots of the cache and the mask. A wrong mask, position, slot or move gives a wrong distribution.
+It learns every token through the slots of the cache and the mask alone.
 """
 
 import functools
@@ -19,9 +17,7 @@ MEMORY = 2  # generated tokens that the logits depend on
 
 class TableTarget:
     """logits(answer so far) = table[code], code = sum of (token + 1) * (V + 1)^i over the answer's first two tokens.
-
-    The hidden state is the row of logits followed by noise of no use (a context for drafters); the output matrix reads
-    the logits off it. All prompts have `prompt_length` tokens.
+    The hidden state is the row of logits and noise of no use. All prompts have `prompt_length` tokens.
     """
 
     name, revision, fingerprint, tokenizer = "table", None, "", None

