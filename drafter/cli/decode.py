@@ -13,8 +13,6 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.settings import EngineConfig, EngineOptions
 from drafter.utils.io import escaped, printable, write_atomic
 from drafter.utils.options import Options, part_of
-from drafter.utils.provenance import check_output, write_run_record
-from drafter.utils.tables import format_table
 
 if TYPE_CHECKING:
     from drafter.data.formats import ChatMessage
@@ -99,6 +97,8 @@ def decode(options: DecodeOptions) -> None:
     if not options.raw:
         check_chat_template(options.target, options.revision)
     if options.out is not None:
+        from drafter.utils.provenance import check_output, write_run_record
+
         check_output(options.out, overwrite=options.overwrite)
     engine = Engine.of(options)
     print(f"drafting: {engine.plan.reason}", file=sys.stderr)
@@ -251,6 +251,7 @@ def _compare(drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked])
 
     from drafter.engine.engine import Engine
     from drafter.engine.request import encode_prompts
+    from drafter.utils.tables import format_table
 
     target, plan = drafting.target, drafting.plan
     plain_config = EngineConfig(method="none", max_num_seqs=plan.max_num_seqs, compile=plan.compile)

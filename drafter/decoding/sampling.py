@@ -234,10 +234,6 @@ def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
     return argmax(warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11))
 
 
-def native_sampling(noise: Noise, warp: Warp) -> native.Sampling:
-    return native.Sampling.of(warp.temperature_B, warp.top_k_B, warp.top_p_B, warp.min_p_B, noise.seed_B)
-
-
 def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: Warp) -> Tensor:
     """:func:`pick` of nodes whose depths are given [B, N], with the noise of their depths; None: no row samples."""
     if noise is None:
@@ -247,6 +243,6 @@ def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: 
         return _kernels().pick(logits_BNV, noise.seed_B, noise.length_B, depth_BN, **warp.of_kernels)
     position_BN = noise.length_B[:, None] + depth_BN + 1
     if native.takes(logits_BNV) and is_known:
-        return native.pick(logits_BNV, native_sampling(noise, warp), position_BN)
+        return native.pick(logits_BNV, native.Sampling.of(warp, noise.seed_B), position_BN)
     token_V = torch.arange(logits_BNV.shape[-1], device=logits_BNV.device)
     return pick(logits_BNV, gumbel_noise(noise.seed_B, position_BN, token_V), warp)

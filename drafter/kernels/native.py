@@ -107,10 +107,10 @@ class Sampling(_Structure):
     _fields_ = [(name, _address) for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
 
     @classmethod
-    def of(cls, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, seed_B: Tensor) -> "Any":
-        """The structure over tensors: float32, int64, float32, float32, int64."""
-        numbers = temperature_B.float(), top_k_B.long(), top_p_B.float(), min_p_B.float(), seed_B.long()
-        given = [each.contiguous() for each in numbers]
+    def of(cls, warp: Any, seed_B: Tensor) -> "Any":
+        """The structure over a :class:`drafter.decoding.sampling.Warp` and the seeds of its rows."""
+        numbers = warp.temperature_B.float(), warp.top_k_B.long(), warp.top_p_B.float(), warp.min_p_B.float()
+        given = [each.contiguous() for each in (*numbers, seed_B.long())]
         return cls(*(each.data_ptr() for each in given)).keep(*given)
 
 

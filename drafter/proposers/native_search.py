@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafter.decoding.proposer import RowState
-from drafter.decoding.sampling import Noise, native_sampling
+from drafter.decoding.sampling import Noise
 from drafter.decoding.tree import NodeList
 from drafter.kernels import native
 from drafter.models.drafter import RecurrentDrafter, RnnCell
@@ -71,7 +71,7 @@ class NativeSearch:
         num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best
         token_BM = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
         parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, num_nodes)
-        sampling = None if noise is None else ctypes.pointer(native_sampling(noise, rows.warp))
+        sampling = None if noise is None else ctypes.pointer(native.Sampling.of(rows.warp, noise.seed_B))
         native.search(
             self._native,
             native.Search(
