@@ -1,5 +1,5 @@
 """Recorded steps on a CPU, where a recording is the function of the first step: what a step reads has a fixed address
-or is in the key of its graph. tests/accelerator/cuda/ records real graphs.
+or is in the key of its graph; and compiled layers. tests/accelerator/cuda/ records real graphs.
 """
 
 from collections.abc import Callable
@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.graphs import Graphs, _run_parts
 from drafter.engine.request import Request, RequestOptions
 from drafter.engine.settings import Plan
+from drafter.runtimes.torch import compiled
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.engine.oracle import assert_lossless
+from tests.engine.oracle import assert_lossless, tiny_target
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
@@ -81,3 +84,35 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch, caplog: pytest.LogCa
     engine = Engine(shared_target(), trained_drafter(), replace(PLAN, compile=True))
     assert_lossless(engine, [(prompt, SAMPLED) for prompt in prompts_for(3, seed=2)])
     assert "capture failed" in caplog.text
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for a GPU; the code of the graphs is torch's own."""
+    monkeypatch.setattr(compiled, "_HOW", {"backend": "eager"})
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    target, drafter = tiny_target(), trained_drafter("fused")
+    plan = Plan.of("drafter", max_num_seqs=4, max_model_len=200, beam_width=3, draft_length=3, tree_size=7)
+    Engine(target, drafter, plan)  # the attention is ready to decode
+    target.runtime.compile_layers(drafter.config.context_layers)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert 0 < num_graphs - before < 40, "each layer has code of its own"
+    asked = [(prompt, GREEDY) for prompt in prompts_for(6, seed=5, sizes=(1, 2, 5, 20, 130))]
+    assert_lossless(Engine(target, drafter, plan), asked)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    # Another target of this shape has the same code, and what is no step has none.
+    twin = tiny_target()
+    Engine(twin, drafter, plan)
+    twin.runtime.compile_layers(drafter.config.context_layers)
+    with torch.no_grad():
+        twin.forward(torch.tensor([[3, 1, 4]]), None, None)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_layers_that_do_not_compile_run_as_they_are(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(compiled, "_HOW", {"backend": "no such backend"})
+    target = tiny_target()
+    target.runtime.compile_layers(())
+    assert "the layers are not compiled" in caplog.text
+    assert_lossless(Engine(target, config=Plan.of("none")), [(prompts_for(1, seed=1)[0], GREEDY)])
