@@ -73,7 +73,7 @@ def test_the_tests_of_the_native_step_are_clean_under_sanitizers(tmp_path: Path)
     ]
     environment |= {"LD_PRELOAD": " ".join(line.strip() for line in found), "ASAN_OPTIONS": "detect_leaks=0"}
     tests = ["tests/kernels/test_native.py", "tests/runtimes/native"]
-    tests += ["tests/proposers/test_beam_reference.py", "tests/decoding/test_noise.py"]
+    tests += ["tests/proposers/test_beam_reference.py", "tests/decoding"]
     run = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(run, cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -1,4 +1,5 @@
-"""Target over many architectures: a packed tree gives what each of its paths gives, wherever the row stands.
+"""Target over many architectures: a packed tree gives what each of its paths gives, wherever the row stands; texts of
+several windows are, token for token, what transformers generates.
 
 Shapes: B rows · N tree nodes · T tokens · S slots · D hidden size · V vocabulary.
 """
@@ -19,6 +20,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target, resolve_device, training_dtype, wrap_model
 from drafter.runtimes.torch.attention import FOLDED_ATTENTION
 from drafter.runtimes.torch.cache import SlotCache
+from drafter.runtimes.torch.capabilities import layer_windows
 from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
@@ -26,7 +28,7 @@ from drafter.utils.fingerprint import same_fingerprint
 from tests.engine.oracle import answer, oracle, requests
 from tests.runtimes.torch.test_masks import path_to, random_parents
 from tests.serving.tiny import tiny_target as tiny_chat_target
-from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build
+from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build, drafted, generated, panel, prompts_of
 
 NUM_NODES, NUM_SLOTS = 7, 40
 
@@ -261,3 +263,50 @@ def test_a_cpu_trains_in_bfloat16_where_it_has_the_instructions(
 def test_messages_that_a_template_cannot_take_are_refused(content: object) -> None:
     with pytest.raises(ValueError, match="refuses these messages"):
         tiny_chat_target().encode_chat([{"role": "user", "content": content}])  # type: ignore[dict-item]
+
+
+WINDOW = 8
+# One of each kind; the slow tests of architectures have all.
+WINDOWED = ("Mistral", "Qwen2", "Gemma2", "GptOss", "Llama4Text")
+PROMPTS = prompts_of(3, 5, 13, 30)
+NUM_NEW = 24
+# Method, rows, and whether a step looks at all slots of a row, as steps for CUDA graphs do.
+WAYS = (("none", 1, False), ("none", 4, False), ("lookup", 1, False), ("lookup", 4, True))
+
+
+def windowed(name: str) -> Target:
+    kinds = ["full_attention", "sliding_attention"]
+    mixed = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+    return wrap_model(build(TARGETS[name](**(mixed if name == "Qwen2" else {}))), name=name)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_texts_of_several_windows_are_those_of_generate(name: str) -> None:
+    target = windowed(name)
+    wanted = generated(target.model, PROMPTS, NUM_NEW)
+    for method, rows, sees_all in WAYS:
+        found = drafted(target, method, PROMPTS, NUM_NEW, max_num_seqs=rows, prefill_chunk=7, compile=sees_all)
+        assert found == wanted, (method, rows)
+    if name in ("Mistral", "Gemma2", "Llama4Text"):  # without its window the model writes another text
+        target.runtime.capabilities = target.runtime.capabilities._replace(windows={})
+        assert drafted(target, "none", PROMPTS, NUM_NEW) != wanted
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_multimodal_checkpoints_answer_text_prompts(model_type: str, tmp_path: Path) -> None:
+    model = panel.small_model(model_type)
+    for weight in model.parameters():  # norms of ones would let a tied matrix repeat the last token
+        if weight.ndim == 1:
+            weight.data.uniform_(0, 1)
+    model.save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), dtype="float32", device="cpu")
+    wanted = generated(model, PROMPTS, NUM_NEW)
+    assert any(len(set(ids)) > 2 for ids in wanted)
+    assert drafted(target, "none", PROMPTS, NUM_NEW) == drafted(target, "lookup", PROMPTS, NUM_NEW) == wanted
+
+
+def test_a_window_that_is_switched_off_is_none_and_one_that_attention_ignores_is_refused() -> None:
+    for name, settings in (("Mistral", {"sliding_window": None}), ("Qwen2", {"use_sliding_window": False})):
+        assert layer_windows(build(TARGETS[name](**settings)), name) == {}
+    with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):
+        wrap_model(build(TARGETS["Llama"](sliding_window=WINDOW)), name="odd")
