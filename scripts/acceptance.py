@@ -34,6 +34,8 @@ def main() -> None:
     first: dict[str, tuple[float, Tensor]] = {}
     for name in args.drafters:
         drafter: Any = drafter_of_checkpoint(name).to(target.device, target.dtype).bind(target)
+        if not target.traits.is_trainable:
+            drafter.pack()
         for tree, copying in product(args.tree, args.copying):
             width, length, size = (int(part[1:]) for part in tree.split())
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
@@ -46,7 +48,8 @@ def main() -> None:
             row |= {"tokens_per_step": round(rate, 3), "standard_error": round(float(share_A.norm()), 3)}
             row |= {"difference": round(rate - base, 3), "error": round(float((share_A - base_share_A).norm()), 3)}
             row |= {"prompts": Path(args.prompts).name, "num_prompts": len(answers)}
-            row |= {key: getattr(args, key) for key in ("max_new_tokens", "dtype", "quantization")}
+            row |= {"max_new_tokens": args.max_new_tokens, "dtype": target.traits.number_format}
+            row |= {"quantization": args.quantization}
             print(json.dumps(row), flush=True)
             if args.results:
                 append(args.results, json.dumps(row) + "\n")
@@ -62,7 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens for each (default: 128)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts at the same time (default: 8)")
     parser.add_argument("--target", default="smollm2-135m", help="(default: smollm2-135m)")
-    parser.add_argument("--dtype", default="float32", help="of target and drafter (default: float32)")
+    parser.add_argument("--dtype", default="auto", help="of the target (default: auto, as it decodes here)")
     parser.add_argument("--quantization", default="none", help="of the target: none or int8 (default: none)")
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--results", type=Path, help="append rows of JSON")

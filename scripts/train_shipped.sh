@@ -192,7 +192,7 @@ for name, _, result in lines:
         print(f"| {name} | {result} |")
 positions = sum(int(result.split()[-2]) for name, _, result in lines if "part" in name)
 print(f"\nIn all {positions / 1e6:.1f} million positions, those of earlier falls included.")
-print("\n## How good it is\n\nGreedy, float32, tokens per step and standard error over prompts, after the rounds named, with and without copies from the text; the last are of these weights, those before of single falls:\n")
+print("\n## How good it is\n\nGreedy answers of the target as it decodes on a CPU: tokens per step and standard error over prompts, after the rounds named, with and without copies from the text; the last are of these weights, those before of single falls:\n")
 print("| after round | prompts | W | L | N | copies | tokens per step |\n|---|---|---|---|---|---|---|")
 for number in range(first, last + 1):
     file = work / f"acceptance-{number}.jsonl"

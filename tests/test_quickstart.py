@@ -67,12 +67,12 @@ def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureF
 def test_shipped_drafter_in_small(tmp_path: Path) -> None:
     """Rounds from new weights: parts one after the other, then side by side; a later call goes on, or does nothing."""
     prompts, work = tmp_path / "evaluation.jsonl", tmp_path / "work"
-    prompts.write_text(PROMPTS.read_text().splitlines()[0])
+    prompts.write_text('{"prompt": "What is 2 + 2?"}')  # whose answer is short
     places = {"WORK": str(work), "OUT": str(tmp_path / "drafter"), "EVALUATION": str(prompts)}
-    logs = []
+    logs, small = [], {"PROMPTS": "4", "EPOCHS": "1", "MAX_NEW_TOKENS": "48"}
     for rounds in ("2", "3", "3"):
         command = ["bash", str(ROOT / "scripts" / "train_shipped.sh"), rounds]
-        subprocess.run(command, env=os.environ | places | {"PROMPTS": "4", "EPOCHS": "1"}, check=True)
+        subprocess.run(command, env=os.environ | places | small, check=True)
         logs.append((work / "log").read_text())
     assert logs[1].startswith(logs[0]) and logs[1] == logs[2]
     assert all(f"part-{part}: " in logs[0] for part in (1, 2, 3, 4)) and "part-5: " in logs[1]

@@ -130,8 +130,8 @@ def _dispatch(words: list[str]) -> int:
         from drafter.targets.catalog import check_name
 
         check_name(target, getattr(options, "revision", None))  # before torch is imported, which takes seconds
-        if hasattr(options, "load") and sys.stderr.isatty():
-            print(f"loading {printable(target, 100)}", file=sys.stderr)
+    if (read := target or getattr(options, "checkpoint", None)) is not None and sys.stderr.isatty():
+        print(f"loading {printable(str(read), 100)}", file=sys.stderr)
     try:
         return function(options) or 0
     except KeyboardInterrupt as stop:

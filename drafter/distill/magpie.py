@@ -5,7 +5,6 @@ So no data set is needed to train a drafter. Left alone, a small model invents m
 question, by lot, begins with the first words of one of the package's prompts, which are of ten kinds.
 """
 
-import itertools
 import random
 import re
 import zlib
@@ -30,7 +29,7 @@ from drafter.targets.chat import Fork, render_chat, what_runs
 
 _SENTINEL = "Zebra crossing?"
 _MIN_CHARACTERS = 12
-_BLOCK = 64  # candidates in one batch
+_BLOCK = 64  # candidates in one batch, at most; fewer where few prompts are missing
 _MAX_BARREN_BLOCKS = 8
 _MAX_WORDS = 4  # of a package's prompt
 _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of an invented prompt
@@ -106,21 +105,21 @@ def invent_prompts(
         tqdm(total=num_prompts, initial=min(len(journal.rows), num_prompts), desc="inventing", unit="prompt") as bar,
     ):
         found = {row["prompt"] for row in journal.rows}
-        first = after_usable = journal.rows[-1]["candidate"] + 1 if journal.rows else 0
-        for start in itertools.count(first, _BLOCK):
-            if len(found) >= num_prompts:
-                break
+        start = after_usable = journal.rows[-1]["candidate"] + 1 if journal.rows else 0
+        while len(found) < num_prompts:
             if start - after_usable >= _MAX_BARREN_BLOCKS * _BLOCK:
                 counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
                 raise ValueError(
                     f"target {engine.target.name!r} invented {len(found)} of {num_prompts} usable prompts and then no "
                     f"more ({counts}): lower --num-prompts or give --prompts FILE"
                 )
-            block = [replace(params, seed=derive_seed(seed, "magpie", start + place)) for place in range(_BLOCK)]
-            words = [first_words(prompts, derive_seed(seed, "words", start + place)) for place in range(_BLOCK)]
+            block = range(start, start + min(_BLOCK, 8 + 2 * (num_prompts - len(found))))
+            start = block.stop
+            seeds = [replace(params, seed=derive_seed(seed, "magpie", candidate)) for candidate in block]
+            words = [first_words(prompts, derive_seed(seed, "words", candidate)) for candidate in block]
             words_ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [] for text in words]
-            made_texts = engine.generate([opening_ids + ids for ids in words_ids], block)
-            for candidate, (ids, made) in enumerate(zip(words_ids, made_texts, strict=True), start):
+            made_texts = engine.generate([opening_ids + ids for ids in words_ids], seeds)
+            for candidate, ids, made in zip(block, words_ids, made_texts, strict=True):
                 # Decoded as one text: some tokenizers drop the space before a text's first word.
                 made_ids = [token for token in made.token_ids if token not in params.stop_token_ids]
                 text = engine.target.decode([*ids, *made_ids])
