@@ -9,6 +9,7 @@ X = V / 8 bytes of a mask.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -71,10 +72,8 @@ def _bias(logits_BNV: Tensor, rules: Rules, paths: Paths) -> None:
 
 
 def _penalise(logits_BNV: Tensor, rules: Rules, paths: Paths) -> None:
-    """Lower the logits of tokens of the path, as vLLM and transformers do.
-
-    The repetition penalty divides positive logits of all tokens of the path, and multiplies negative ones. Then each
-    token of the answer loses the frequency penalty for every occurrence, and the presence penalty once.
+    """Divide positive logits of the path's tokens by the repetition penalty, and multiply negative ones; then subtract
+    the frequency penalty for every occurrence in the answer, and the presence penalty once (vLLM, transformers).
     """
     slot_S = torch.arange(paths.history_BS.shape[1], device=logits_BNV.device)
     is_text_BS = slot_S <= paths.length_B[:, None]
@@ -119,15 +118,19 @@ class TreeNode(NamedTuple):
     depth: int
 
 
+def _children_of(nodes: Sequence[TreeNode]) -> dict[int | None, dict[int, int]]:
+    """The children of each node of a tree: places by token. A place that is no node has none."""
+    children: dict[int | None, dict[int, int]] = defaultdict(dict)
+    for place, node in enumerate(nodes[1:], start=1):
+        children[node.parent][node.token] = place
+    return children
+
+
 class Guide:
     """The state of a grammar behind the text of one request, which grows by :meth:`take`.
 
-    Args:
-        matcher: an ``llguidance.LLMatcher`` at the beginning of the answer.
-        ends: the tokens that end an answer, at least one. The grammar allows them where a text may end.
-
-    Attributes:
-        error: why the grammar fails, by a limit of time or size; empty: no failure.
+    ``matcher``: an ``llguidance.LLMatcher`` at the beginning of the answer. ``ends``: the tokens that end an answer,
+    where the grammar lets a text end. ``error``: why the grammar fails, by a limit of time or size, if so.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
@@ -142,23 +145,23 @@ class Guide:
             if not self._is_over and not self._matcher.consume_token(token):
                 self._fail(self._matcher.get_error())
 
-    def grow(self, nodes: Sequence[TreeNode], num_nodes: int, max_depth: int) -> list[TreeNode]:
+    def grow(
+        self, nodes: Sequence[TreeNode], num_nodes: int, most_nodes: int, max_depth: int
+    ) -> tuple[list[TreeNode], int]:
         """The nodes of a drafted tree that the grammar allows, and the tokens that the grammar forces behind them.
 
         Where the grammar leaves one text, its tokens are certain: they cost no drafter. If the tree is full, certain
-        tokens go before drafted ones, and drafted ones of small depth before deeper ones.
+        tokens go before drafted ones, and drafted ones of small depth before deeper ones. A tree has ``num_nodes``, or
+        up to ``most_nodes`` where more are certain; the other result is the number of certain ones below the root.
         """
-        children: dict[int, dict[int, int]] = {}
-        for place, node in enumerate(nodes[1:], start=1):
-            children.setdefault(node.parent, {})[node.token] = place
-        found, doubts = [TreeNode(nodes[0].token, 0, 0)], [0]
+        children, found, doubts = _children_of(nodes), [nodes[0]], [0]
 
         def visit(parent: int, drafted: int | None) -> None:
             if found[parent].depth == max_depth:
                 return
-            forced, own = self._forced(), children.get(drafted, {}) if drafted is not None else {}
-            for token in [forced] if forced is not None else list(own):
-                if not self._consume(token):
+            forced, own = self._forced(), children[drafted]
+            for token in [forced] if forced is not None else own:
+                if self._matcher.try_consume_tokens([token]) != 1:
                     continue
                 found.append(TreeNode(token, parent, found[parent].depth + 1))
                 doubts.append(doubts[parent] + (forced is None))
@@ -168,26 +171,26 @@ class Guide:
 
         if not self.error and not self._is_over:
             visit(0, 0)
-        best = sorted(range(len(found)), key=lambda place: (doubts[place], found[place].depth))[:num_nodes]
+        num_certain = min(doubts.count(0), most_nodes)
+        best = sorted(range(len(found)), key=lambda place: (doubts[place], found[place].depth))
+        best = best[: max(num_nodes, num_certain)]
         kept = sorted(best, key=lambda place: found[place].depth)
         place_of = {old: new for new, old in enumerate(kept)}
-        return [found[old]._replace(parent=place_of[found[old].parent]) for old in kept]
+        return [found[old]._replace(parent=place_of[found[old].parent]) for old in kept], num_certain - 1
 
     def fill(self, nodes: Sequence[TreeNode], mask_NX: np.ndarray) -> None:
         """Write the masks of the tokens allowed behind each node of a tree that :meth:`grow` made."""
-        children: dict[int, list[int]] = {}
-        for place, node in enumerate(nodes[1:], start=1):
-            children.setdefault(node.parent, []).append(place)
+        children = _children_of(nodes)
 
         def visit(place: int) -> None:
             started = time.perf_counter()
             mask_NX[place] = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: mask_NX.shape[1]]  # whole words
             if self._matcher.is_error() or time.perf_counter() - started > _MOST_SECONDS:
                 self._fail(self._matcher.get_error() or "a mask takes too long")
-            for child in children.get(place, ()):
-                if nodes[child].token in self._ends:
+            for token, child in children[place].items():
+                if token in self._ends:
                     self._fill_ends(mask_NX[child])
-                elif self._consume(nodes[child].token):
+                elif self._matcher.try_consume_tokens([token]) == 1:
                     visit(child)
                     self._matcher.rollback(1)
 
@@ -201,9 +204,6 @@ class Guide:
         if self._matcher.is_stopped():  # at the end of the text; where several tokens end an answer, the first
             return None if self._matcher.is_error() else self._ends[0]
         return next(iter(self._matcher.compute_ff_tokens()), None)
-
-    def _consume(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
 
     def _fill_ends(self, mask_X: np.ndarray) -> None:
         mask_X[:] = 0

@@ -189,7 +189,7 @@ class Engine:
             for model, layers in zip(self._models, (layers_read, ()), strict=False):
                 if model.traits.is_compilable:
                     model.runtime.compile_layers(layers)
-        self._runner = Runner(self.target, plan, num_slots, proposer.context_layers)
+        self._runner = Runner(self.target, plan, num_slots, proposer.context_layers, self.num_nodes)
         proposer.reserve(plan.max_num_seqs, num_slots)
         if plan.compile:
             self._runner.warm_up([proposer, *self._by_tree.values(), self._plain])
@@ -255,7 +255,7 @@ class Engine:
         emitted = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
         seconds = time.perf_counter() - started
         accepted = [update.num_accepted for update in emitted if update.request.options.speculate]
-        if self._sizer is not None and self._is_sized:
+        if self._sizer is not None and self._is_sized and not runner.num_forced:  # which say nothing of the tree
             self._sizer.observe(accepted, seconds, runner.num_verified)
             self._tell(self._sizer)
         updates = []
@@ -380,6 +380,8 @@ class Engine:
             self._is_sized = True
             proposer = self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
             proposer.expect_cost(self._sizer.node_cost)
+            if self._runner is not None:
+                self._runner.node_cost = self._sizer.node_cost
             return proposer
         return self.proposer
 

@@ -5,6 +5,7 @@ then compiled here without Python's lock. JSON has one space behind each comma a
 that a schema leaves one text between two values.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from functools import cached_property
@@ -33,12 +34,21 @@ _KNOWN = _OF_ONE | _OF_MANY | _OF_NAMED | {
 
 
 class Grammars:
-    """Makes the guides of a target's requests. Any thread may ask; the first call reads the tokenizer, for seconds."""
+    """Makes the guides of a target's requests. Any thread may ask.
+
+    The first call reads the tokenizer, for a second or two in which no other thread runs: a server calls
+    :meth:`prepare` before its first client.
+    """
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._compiled: dict[tuple[str, str], Any] = {}  # matchers at the beginning of an answer
         self._lock = Lock()
+
+    def prepare(self) -> None:
+        """Read the tokenizer, and fork the process of the trials; without effect where the target has no tokens."""
+        with contextlib.suppress(ValueError):
+            self.guide(SamplingParams(choice=("a",)))
 
     def guide(self, params: SamplingParams) -> Guide | None:
         """The guide of a request; None: its answer may be any text.

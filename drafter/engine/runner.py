@@ -6,6 +6,7 @@ D hidden size · Y = D times the number of kept layers.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -80,11 +81,17 @@ class _Wanted(NamedTuple):
 
 class Runner:
     """Rows 0 .. num_rows-1 on the target's device: cache, roots, lengths, contexts, noise. A row needs ``num_slots``
-    for its greatest length plus N.
+    for its greatest length plus ``num_nodes``, those of the largest tree.
+
+    ``node_cost``: plain steps that one more node of all rows costs. ``num_forced``: nodes of the latest step that
+    grammars forced.
     """
 
-    def __init__(self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...]) -> None:
-        self.target = target
+    def __init__(
+        self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...], num_nodes: int
+    ) -> None:
+        self.target, self._most_nodes = target, num_nodes
+        self.node_cost, self.num_forced = 0.0, 0
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
         self.num_verified = 0  # nodes of a row in the latest step, padding included
@@ -108,7 +115,8 @@ class Runner:
         self._views, self._rules = Told(device), Told(device)
         self._guides: dict[int, Guide] = {}  # of the rows of this step
         self._trees: dict[int, list[TreeNode]] = {}  # of the rows with guides
-        self._masks: dict[int, Tensor] = {}  # by the number of nodes, for all rows
+        self._guided: tuple[Candidates, int]  # the trees under their grammars, and their depth
+        self._masks: dict[tuple[int, int, int], Tensor] = {}  # by shape
         self._tell([])
         self._graphs = Graphs(is_on=plan.compile)
 
@@ -197,7 +205,8 @@ class Runner:
         rows, in prefill or padding of a bucket, only keep the shape. The longest row has ``max_committed`` slots.
         """
         self._tell(requests)
-        self._guides = {request.row: request.guide for request in requests if request.guide is not None}
+        self._guides, self.num_forced = {item.row: item.guide for item in requests if item.guide is not None}, 0
+        most_nodes = self._most_nodes if self._guides else proposer.num_nodes
         wanted = self._wanted(requests)
         decided = self._views.of(num_rows)
         prediction_BP, num_predicted = None, max(self._num_predicted[:num_rows])
@@ -211,7 +220,7 @@ class Runner:
             seed_B=self._seed_B[:num_rows],
             is_active_B=decided["is_active_B"],
             warp=self._warp._replace(**{name: decided[name] for name in self._warp.by_row}),  # type: ignore[arg-type]
-            num_visible=self.visible_slots(max_committed + proposer.num_nodes),
+            num_visible=self.visible_slots(max_committed + most_nodes),
             prediction_BP=prediction_BP,
         )
         key = num_rows, rows.num_visible, prediction_BP is None, rows.warp.facts, self._rule_names, wanted[1:]
@@ -227,17 +236,19 @@ class Runner:
         """
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
-        candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
-        self.num_verified = candidates.token_BN.shape[1]
-        if proposer.max_depth > 0:
+        candidates, max_depth = self._propose(proposer, rows, noise, is_trial=is_trial), proposer.max_depth
+        if max_depth > 0:
             is_drafted_B1 = self._views.of(len(rows.root_B))["is_drafted_B"][:, None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
             candidates = candidates._replace(is_node_BN=is_node_BN)
         if "grammar" in self._rule_names:
-            yield partial(self._guide_trees, candidates, proposer.max_depth)
+            yield partial(self._guide_trees, candidates, max_depth)
+            if not self._graphs.is_on:
+                candidates, max_depth = self._guided
+        self.num_verified = candidates.token_BN.shape[1]
         keeps_logits = wanted.num_top is not None
         accepted, logits_BNV, context_BNC = yield from self._verify(
-            rows, candidates, noise, proposer.max_depth, keeps_logits=keeps_logits
+            rows, candidates, noise, max_depth, keeps_logits=keeps_logits
         )
         emitted_BZ = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BZ, wanted)
@@ -367,37 +378,64 @@ class Runner:
             paths = Paths(token_BN, ancestor_BNN, history_BS, rows.length_B, num_prompt_B)
             rules = Rules(**self._rules.of(len(token_BN)))
             if "grammar" in self._rule_names:
-                mask_BNX = self._mask_of(token_BN.shape[1])
+                mask_BNX = self._mask_of(*token_BN.shape)
                 yield partial(self._fill_masks, mask_BNX)  # while the device runs the forward
-                paths = paths._replace(mask_BNX=mask_BNX[: len(token_BN)])
+                paths = paths._replace(mask_BNX=mask_BNX)
             ruled_BNV = apply_rules(self._rule_names, ruled_BNV, rules, paths)
         pick_BN = pick_nodes(ruled_BNV, depth_BN, noise, rows.warp)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
         return accepted, logits_BNV, output.context_BTC
 
     def _guide_trees(self, candidates: Candidates, max_depth: int) -> None:
-        """Bring the trees of rows with guides under their grammars, in place. The host waits for the drafts."""
-        tree_XBN = torch.stack([each.long() for each in candidates[:4]]).cpu()
-        num_nodes = tree_XBN.shape[2]
+        """Bring the trees of rows with guides under their grammars. The host waits for the drafts.
+
+        The trees of a graph change in place. Others take as many nodes as the rows have use for: a node that k rows
+        share with forced tokens is worth its cost in plain steps if that is at most k / active rows.
+        """
+        tree_XBN = torch.stack(_unpack(_packed(candidates[:4]).cpu(), candidates[:4]))
+        num_nodes, is_active_B = tree_XBN.shape[2], self._decided[1]["is_active_B"]
+        limits = (num_nodes, max_depth) if self._graphs.is_on else (self._most_nodes, self._most_nodes - 1)
         for row, guide in self._guides.items():
             tokens, parents, depths, is_node = tree_XBN[:, row].tolist()
             kept = [0, *(node for node in range(1, num_nodes) if is_node[node])]
             place = {node: index for index, node in enumerate(kept)}
-            nodes = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept]
-            is_drafted = self._decided[1]["is_drafted_B"][row]
-            nodes = guide.grow(nodes, num_nodes, max_depth) if is_drafted else nodes[:1]
+            nodes, num_forced = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept], 0
+            if not self._decided[1]["is_drafted_B"][row]:
+                nodes = nodes[:1]
+            else:
+                nodes, num_forced = guide.grow(nodes, num_nodes, *limits)
             self._trees[row] = nodes
+            self.num_forced += num_forced
+        if not self._graphs.is_on:
+            sizes = sorted((len(self._trees[row]) for row in self._guides), reverse=True)
+            rank = max(1, math.ceil(self.node_cost * sum(is_active_B)))
+            num_nodes = num_nodes if len(sizes) < sum(is_active_B) else 1
+            num_nodes = max(num_nodes, sizes[rank - 1] if rank <= len(sizes) else 1)
+        found_XBN = torch.zeros(4, tree_XBN.shape[1], num_nodes, dtype=torch.int64)
+        found_XBN[1] = torch.arange(num_nodes)  # padding is its own parent
+        found_XBN[:, :, : tree_XBN.shape[2]] = tree_XBN[:, :, :num_nodes]
+        for row in self._guides:
+            nodes = self._trees[row] = self._trees[row][:num_nodes]
             padding = [[0, place, 0, 0] for place in range(len(nodes), num_nodes)]
-            tree_XBN[:, row] = torch.tensor([[*node, 1] for node in nodes] + padding).T
-        for own_BN, new_BN in zip(candidates[:4], to_device(self.target.device, *tree_XBN.unbind()), strict=True):
+            found_XBN[:, row] = torch.tensor([[*node, 1] for node in nodes] + padding).T
+        found = to_device(self.target.device, *found_XBN.unbind())
+        if not self._graphs.is_on:
+            token_BN, parent_BN, depth_BN, is_node_BN = found
+            guided = Candidates(token_BN, parent_BN, depth_BN, is_node_BN.bool(), candidates.has_failed_B)
+            self._guided = guided, int(found_XBN[2].max())
+            return
+        for own_BN, new_BN in zip(candidates[:4], found, strict=True):
             own_BN.copy_(new_BN)
 
-    def _mask_of(self, num_nodes: int) -> Tensor:
-        """The masks of all rows, uint8 [B, N, X], at an address that stays."""
-        if num_nodes not in self._masks:
-            shape = self.num_rows, num_nodes, -(-self.target.vocab_size // 32) * 4
-            self._masks[num_nodes] = torch.full(shape, 255, dtype=torch.uint8, device=self.target.device)
-        return self._masks[num_nodes]
+    def _mask_of(self, num_rows: int, num_nodes: int) -> Tensor:
+        """The masks of a step, uint8 [B, N, X], at an address that stays where a graph reads them."""
+        shape = num_rows, num_nodes, -(-self.target.vocab_size // 32) * 4
+        mask_BNX = self._masks.get(shape)
+        if mask_BNX is None:
+            mask_BNX = torch.full(shape, 255, dtype=torch.uint8, device=self.target.device)
+            if self._graphs.is_on:
+                self._masks[shape] = mask_BNX
+        return mask_BNX
 
     def _fill_masks(self, mask_BNX: Tensor) -> None:
         """Write the masks of the nodes of rows with guides; other rows and padding may have any token."""

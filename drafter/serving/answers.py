@@ -31,9 +31,7 @@ class Model:
     """What responses say of the model: its name, its fingerprint, and the texts of token ids, which are cached."""
 
     def __init__(self, name: str, fingerprint: str, tokenizer: Any) -> None:
-        self.name = name
-        self.fingerprint = fingerprint
-        self._tokenizer = tokenizer
+        self.name, self.fingerprint, self._tokenizer = name, fingerprint, tokenizer
         self._first = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._names: dict[int, str] = {}
 
@@ -45,10 +43,7 @@ class Model:
         """The token's text within a text; U+FFFD stands for bytes that are part of a character."""
         if token_id not in self._names:
             # Behind another token, because many decoders strip the space of a first word.
-            first, both = (
-                self._tokenizer.decode(ids, skip_special_tokens=False)
-                for ids in (self._first, [*self._first, token_id])
-            )
+            first, both = map(self._tokenizer.decode, (self._first, [*self._first, token_id]))
             self._names[token_id] = both[len(first) :]
         return self._names[token_id]
 
@@ -60,20 +55,17 @@ class Model:
         piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
             return [int(byte[1], 16)]
-        is_of_bytes = all(char in _BYTE_OF for char in piece)
-        return [_BYTE_OF[char] for char in piece] if is_of_bytes else list(name.encode())
+        return [_BYTE_OF[char] for char in piece] if _BYTE_OF.keys() >= set(piece) else list(name.encode())
 
 
 class Answer:
     """One client's request: one or more texts for each of its prompts, and one queue of their entries.
 
-    Args:
-        requests: the engine's requests, one for each text. The texts of one prompt stand next to each other.
-        new_parser: makes what finds calls in a text; None: the text may call no function.
-
-    Attributes:
-        arrived: time of the construction, by ``time.perf_counter``.
+    ``requests``: the engine's, one for each text; the texts of a prompt stand together. ``new_parser`` makes what finds
+    calls in a text that may have some. ``arrived``: when, by ``time.perf_counter``.
     """
+
+    end_of_stream = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -82,9 +74,7 @@ class Answer:
         requests: Sequence[Request],
         new_parser: Callable[[], ToolParser] | None = None,
     ) -> None:
-        self.model = model
-        self.body = body
-        self.new_parser = new_parser
+        self.model, self.body, self.new_parser = model, body, new_parser
         self.choices = [Choice(self, index, request) for index, request in enumerate(requests)]
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
@@ -96,11 +86,6 @@ class Answer:
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
-
-    @property
-    def end_of_stream(self) -> bytes:
-        """What a stream sends behind its last chunk."""
-        return b"data: [DONE]\n\n"
 
     def put(self, entry: dict[str, Any] | ApiError) -> None:
         """Add an entry to the queue, or the error that ends the answer."""
@@ -132,13 +117,12 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream (errors as of :meth:`entries`)."""
-        wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        wants_usage = (self.body.stream_options or {}).get("include_usage")
         envelope = self._envelope | ({"usage": None} if wants_usage else {})
         if isinstance(self.body, ChatRequest):
-            delta = {"role": "assistant", "content": ""}
+            first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             for index in range(len(self.choices)):
-                entry = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield envelope | {"choices": [entry]}
+                yield envelope | {"choices": [{"index": index} | first]}
         async for entry in self.entries():
             yield envelope | {"choices": [entry]}
         if wants_usage:
@@ -158,9 +142,8 @@ class Answer:
         if self.body.prediction is not None:
             accepted = sum(choice.request.num_predicted for choice in self.choices)
             total = sum(len(choice.request.options.prediction_ids) for choice in self.choices)
-            found["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": total - accepted
-            }  # fmt: skip
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": total - accepted}
+            found["completion_tokens_details"] = details
         return found
 
 
@@ -170,18 +153,13 @@ class Choice:
     Text is held back while the text may become part of a stop string or ends within a character
     (:class:`IncrementalText`). The tokens of held text are held back with it: a client's tokens never run ahead of the
     text. The stop strings end the engine's request as well, by a text of the request's own.
-
-    Attributes:
-        num_steps: steps that the text has taken.
     """
 
     def __init__(self, answer: Answer, index: int, request: Request) -> None:
-        self.answer = answer
-        self.request = request
-        self.index = index
+        self.answer, self.index, self.request = answer, index, request
         self._text = request.new_text(answer.model.text_of)
         self._shown = ""
-        self._is_finished = False
+        self.is_finished = False  # the text has ended; the engine's request may still run
         self._calls = answer.new_parser() if answer.new_parser is not None else None
         self._latest: tuple[str, range, Update] | None = None
         self.num_steps = 0
@@ -199,20 +177,21 @@ class Choice:
         self._logprobs += update.logprobs or []
         self._is_drafted += [place < update.num_accepted for place in range(len(update.token_ids))]
         self.num_steps += 1
-        self._is_finished = update.finish_reason is not None
+        self.is_finished = update.finish_reason is not None
         for token_id in update.token_ids:
             self._text.push(token_id)
-        if not self._is_finished and (place := body.cut(self._text.text, self._seconds)) is not None:
+        seconds = time.perf_counter() - (self.request.first_token or math.inf)
+        if not self.is_finished and (place := body.cut(self._text.text, seconds)) is not None:
             self._text.end_at(place)
-            update, self._is_finished = update._replace(finish_reason="length"), True
-        if self._is_finished:
+            update, self.is_finished = update._replace(finish_reason="length"), True
+        if self.is_finished:
             self._text.finish()
-        if not (body.stream or self._is_finished):
+        if not (body.stream or self.is_finished):
             return None
         fresh = self._text.take()
         self._shown += fresh
         places = self._release()
-        if not (fresh or places or self._is_finished or update.tree):
+        if not (fresh or places or self.is_finished or update.tree):
             return None
         self._latest = fresh, places, update
         return self.entry() if body.stream else {"finish_reason": update.finish_reason}
@@ -227,15 +206,15 @@ class Choice:
         else:
             delta: dict[str, Any] = {"content": fresh} if fresh else {}
             if self._calls is not None:
-                delta = self._calls.push(fresh, is_last=self._is_finished)
+                delta = self._calls.push(fresh, is_last=self.is_finished)
                 if self._calls.num_calls and update.finish_reason == "stop":
                     entry["finish_reason"] = "tool_calls"
-            whole = {
-                "role": "assistant",
-                "content": None if self._calls and self._calls.num_calls else "",
-                "refusal": None,
-            }
-            entry |= {"delta": delta} if body.stream else {"message": whole | _without_index(delta)}
+            if not body.stream:  # streams alone number the calls
+                for call in delta.get("tool_calls", ()):
+                    del call["index"]
+                content = None if "tool_calls" in delta else ""
+                delta = {"role": "assistant", "content": content, "refusal": None} | delta
+            entry["delta" if body.stream else "message"] = delta
         if body.num_logprobs is not None:
             entry["logprobs"] = self._logprobs_of(places)
         if body.details:
@@ -243,16 +222,6 @@ class Choice:
         if body.return_token_ids:  # where clients of vLLM and SGLang look for them
             entry |= {"prompt_token_ids": request.prompt_ids, "token_ids": request.token_ids}
         return entry
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the text has ended; the engine's request may still run."""
-        return self._is_finished
-
-    @property
-    def _seconds(self) -> float:
-        """Since the first token."""
-        return time.perf_counter() - (self.request.first_token or math.inf)
 
     def _logprobs_of(self, places: range) -> dict[str, Any]:
         """The field ``logprobs``: a list of tokens for a chat, else parallel lists, offsets from the text's start."""
@@ -290,7 +259,7 @@ class Choice:
         """
         ends, shown, start = self._text.ends, len(self._shown), self._num_released
         places: Sequence[int] = range(start, len(ends))
-        if not self._is_finished:
+        if not self.is_finished:
             places = [at for at in places if self._start_of(at) < ends[at] <= shown]
         elif self._text.is_stopped:
             # A stop string cut the text, perhaps within the last token; later tokens are no part of the answer.
@@ -309,16 +278,6 @@ class Choice:
         }
         if tree is not None:
             name_of = self.answer.model.name_of
-            details["tree"] = {
-                "tokens": [name_of(token_id) for token_id in tree.token_ids],
-                "parents": tree.parents,
-                "path": tree.path,
-                "bonus": name_of(tree.bonus_id),
-            }
+            names = {"tokens": list(map(name_of, tree.token_ids)), "bonus": name_of(tree.bonus_id)}
+            details["tree"] = {"parents": tree.parents, "path": tree.path} | names
         return details
-
-
-def _without_index(delta: dict[str, Any]) -> dict[str, Any]:
-    """A whole message of a stream's part: only streams number the calls."""
-    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", [])]
-    return delta | ({"tool_calls": calls} if calls else {})

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request as EngineRequest
 from drafter.engine.request import RequestOptions
@@ -87,16 +88,9 @@ class Server:
         self._has_marks = has_marks(self._template)
         self._thread = ThreadPoolExecutor(1, "json")
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
-        self._card = {
-            "id": self.model.name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "drafter",
-            "max_model_len": self.max_length,
-            "max_num_seqs": engine.plan.max_num_seqs,
-            "speculation": engine.num_nodes > 1,
-            "method": engine.plan.method,
-        }
+        own = {"id": self.model.name, "object": "model", "created": int(time.time()), "owned_by": "drafter"}
+        rows = {"max_model_len": self.max_length, "max_num_seqs": engine.plan.max_num_seqs}
+        self._card = own | rows | {"speculation": engine.num_nodes > 1, "method": engine.plan.method}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -131,10 +125,8 @@ class Server:
         body = await self._read(request, ChatRequest)
         tools = body.callable_tools
         if tools and self._has_marks is None:
-            raise ApiError(
-                400, f"the chat template of {self.model.name!r} takes no tools: leave them out", param="tools"
-            )
-        body.require_call(self._template)
+            message = f"the chat template of {self.model.name!r} takes no tools: leave them out"
+            raise ApiError(400, message, param="tools")
         return await self._respond(body, [Chat([turn.plain for turn in body.messages], tools)], request)
 
     async def complete(self, request: Request) -> Response:
@@ -156,7 +148,8 @@ class Server:
             raise ApiError(501, f"{self.model.name!r} {_NO_INFILL}: serve a model for code, such as Qwen2.5-Coder")
         room = self.max_length - (body.max_tokens or 1)
         prefix = body.input_prefix + body.prompt
-        asked = [partial(self.encoder.encode_infill, prefix, body.input_suffix, body.files, room)]
+        extra = [(each.filename, each.text) for each in body.input_extra]
+        asked = [partial(self.encoder.encode_infill, prefix, body.input_suffix, extra, room)]
         return await self._respond(body, asked, request, self.encoder.infill.ends)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
@@ -185,17 +178,12 @@ class Server:
             async with asyncio.timeout_at(deadline):
                 with self.worker.hold(len(asked) * body.n):
                     prompts = await _while_client_waits(request, self._encode(asked))
-                    work = self.encoder.encode_prediction(body.prediction)
-                    predicted = await _while_client_waits(request, work)
+                    predicted = await _while_client_waits(request, self.encoder.encode_prediction(body.predicted))
         except TimeoutError:
             raise late from None
-        await self._compile(body)
+        requests = self._requests(body, await self._params(body, ends), prompts, predicted)
         kind = InfillAnswer if isinstance(body, InfillRequest) else Answer
-        new_parser = None
-        if isinstance(body, ChatRequest) and (tools := body.callable_tools):
-            names = {tool["function"]["name"] for tool in tools}
-            new_parser = partial(ToolParser, names, marks=bool(self._has_marks))
-        answer = kind(self.model, body, self._requests(body, prompts, predicted, ends), new_parser)
+        answer = kind(self.model, body, requests, self._parser(body))
         self.worker.submit(answer)
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.worker.abandon, answer)
@@ -214,31 +202,36 @@ class Server:
             found.append(each if isinstance(each, list) else await each())
         return found
 
-    async def _compile(self, body: Generation) -> None:
-        """Compile what the answer must look like, outside of the event loop (ApiError: the client's mistake)."""
+    def _parser(self, body: Generation) -> Callable[[], ToolParser] | None:
+        """Makes what finds calls in the texts of a request with tools."""
+        if not (isinstance(body, ChatRequest) and body.callable_tools):
+            return None
+        names = {tool["function"]["name"] for tool in body.callable_tools}
+        return partial(ToolParser, names, marks=bool(self._has_marks))
+
+    async def _params(self, body: Generation, ends: tuple[int, ...]) -> SamplingParams:
+        """The engine's parameters, without a seed. What the answer must look like is compiled beside the event loop."""
         try:
-            params = body.params(self.max_length)
+            params = body.params(self.max_length, self._template)
             if params.structure is not None:
                 await asyncio.to_thread(self.worker.engine.grammars.guide, params)
         except ValueError as error:
             param = "response_format" if body.structured_outputs is None else "structured_outputs"
             param = "tools" if isinstance(body, ChatRequest) and body.must_call else param
             raise ApiError(400, str(error), param=param) from error
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
 
     def _requests(
-        self, body: Generation, prompts: Sequence[list[int]], predicted: Sequence[int], ends: tuple[int, ...]
+        self, body: Generation, params: SamplingParams, prompts: Sequence[list[int]], predicted: Sequence[int]
     ) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
         want_tree = body.details and body.stream
         options = RequestOptions(body.speculation, body.num_logprobs, want_tree, tuple(predicted))
-        make = self.worker.engine.make_request
-        places = itertools.product(prompts, range(body.n))
+        make = partial(self.worker.engine.make_request, options=options, want_text=bool(params.stop))
         try:
-            params = body.params(self.max_length)
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
             requests = [
-                make(ids, replace(params, seed=_seed(body, choice)), options, want_text=bool(params.stop))
-                for ids, choice in places
+                make(ids, replace(params, seed=_seed(body, choice)))
+                for ids, choice in itertools.product(prompts, range(body.n))
             ]
         except ValueError as error:
             code = "context_length_exceeded" if "context" in str(error) else None
@@ -247,11 +240,9 @@ class Server:
         if body.num_logprobs is not None and not body.stream:
             num_numbers = (1 + body.num_logprobs) * sum(request.limit for request in requests)
             if num_numbers > _MOST_LOGPROBS:
-                message = (
-                    f"the answer may have {num_numbers} log-probabilities, more than {_MOST_LOGPROBS}: lower "
-                    "max_tokens, n or the number of alternatives, or set stream to true"
-                )
-                raise ApiError(400, message, param="logprobs")
+                message = f"the answer may have {num_numbers} log-probabilities, more than {_MOST_LOGPROBS}"
+                mend = "lower max_tokens, n or the number of alternatives, or set stream to true"
+                raise ApiError(400, f"{message}: {mend}", param="logprobs")
         return requests
 
     async def models(self) -> dict[str, Any]:
@@ -309,12 +300,9 @@ async def _while_client_waits(request: Request, work: Coroutine[Any, Any, _Resul
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until the answer ends or the client leaves.
+    """Server-sent events, until the answer ends, the client leaves, or the event loop's clock shows the deadline.
 
-    Args:
-        answer: sends its chunks.
-        deadline: when the stream ends whatever its client reads, by the event loop's clock.
-        on_end: called at the end, whatever ends the stream.
+    ``on_end`` is called at the end, whatever ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -322,8 +310,7 @@ class EventStream(StreamingResponse):
     def __init__(self, answer: Answer, deadline: float, on_end: Callable[[], None]) -> None:
         # Proxies must not cache or buffer a stream.
         super().__init__(self._events(answer), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._deadline = deadline
-        self._on_end = on_end
+        self._deadline, self._on_end = deadline, on_end
         self._status = CLOSED_BY_CLIENT  # until the end of the chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -362,9 +349,7 @@ def _seed(body: Generation, choice: int) -> int:
 def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
     """The application around an engine; ``app.state.server`` is its :class:`Server`.
 
-    Args:
-        engine: an engine with ``max_model_len``. Only the application may use the engine from now on.
-        options: names and limits.
+    Only the application may use the engine, which has a ``max_model_len``, from now on.
 
     Raises:
         ValueError: the target has no tokenizer, or ``--follow`` has no folder to watch.

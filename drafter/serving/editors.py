@@ -46,18 +46,8 @@ class InfillRequest(Generation):
         self.n = self.n_cmpl if self.temperature > 0 else 1  # greedy texts are one text
         return self
 
-    @property
-    def files(self) -> list[tuple[str, str]]:
-        """Name and text of the pieces of other files."""
-        return [(extra.filename, extra.text) for extra in self.input_extra]
-
     def cut(self, text: str, seconds: float) -> int | None:
-        """Where the text must end although the model goes on; None where the text may go on.
-
-        Args:
-            text: of the answer so far.
-            seconds: since the first token.
-        """
+        """Where the text so far must end although the model goes on; ``seconds``: since the first token."""
         lines = text.split("\n")
         length = len(lines[0])
         for line in lines[1:] if self.n_indent else []:
@@ -72,10 +62,7 @@ class InfillRequest(Generation):
 class InfillAnswer(Answer):
     """The answer in the form of llama.cpp."""
 
-    @property
-    def end_of_stream(self) -> bytes:
-        """Nothing."""
-        return b""
+    end_of_stream = b""
 
     def whole(self, render: Callable[[Any], _Rendered]) -> _Rendered:
         """One object, or a list where ``n_cmpl`` asks for several."""
@@ -98,14 +85,12 @@ class InfillAnswer(Answer):
         assert isinstance(body, InfillRequest)
         num_new, now = len(request.prompt_ids) - request.num_shared, time.perf_counter()
         started, first = request.started or now, request.first_token or now
-        timings: dict[str, float] = {}
-        for name, number, seconds in (
-            ("prompt", num_new, first - started), ("predicted", len(request.token_ids), now - first),
-        ):  # fmt: skip
+        timings: dict[str, float] = {"draft_n_accepted": sum(request.num_accepted)}
+        parts = ("prompt", num_new, first - started), ("predicted", len(request.token_ids), now - first)
+        for name, number, seconds in parts:
             seconds = max(seconds, 1e-6)
             timings |= {f"{name}_n": number, f"{name}_ms": 1000 * seconds, f"{name}_per_second": number / seconds}
             timings[f"{name}_per_token_ms"] = 1000 * seconds / max(1, number)
-        timings["draft_n_accepted"] = sum(request.num_accepted)
         is_end = request.finish_reason == "stop" and request.token_ids[-1] in request.stop_ids
         found = {
             "index": choice.index,

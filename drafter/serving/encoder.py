@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from drafter.serving.protocol import ApiError, Prediction, told
+from drafter.serving.protocol import ApiError, told
 from drafter.targets.chat import Chat, Fork, ForkError, Pieces, opening, texts_of
 from drafter.targets.infill import InfillTokens
 from drafter.targets.target import Target
@@ -25,12 +25,10 @@ _QUICK_LENGTH = 1 << 16  # characters; a longer text takes more time
 
 
 class Encoder:
-    """Makes token ids of prompts. Only the event loop uses the encoder.
+    """Makes token ids of prompts, on the event loop; ``infill``: the tokens of a model that fills in the middle.
 
-    Args:
-        name: the target's name for clients.
-        max_length: tokens of a row. A text that cannot fit is refused before all of the text is tokenized.
-        escape_special_tokens: read special tokens in clients' texts as plain text.
+    ``name``: of the target for clients. A text that cannot fit into ``max_length`` tokens is refused before all of the
+    text is tokenized. ``escape_special_tokens``: such tokens in clients' texts are plain text.
     """
 
     def __init__(self, target: Target, name: str, max_length: int, *, escape_special_tokens: bool = False) -> None:
@@ -39,7 +37,7 @@ class Encoder:
         self._has_template = bool(target.tokenizer.chat_template)
         self._names = {target.name: name}
         self._opening = opening(target.tokenizer)
-        self._infill = InfillTokens.of(target.tokenizer)
+        self.infill = InfillTokens.of(target.tokenizer)
         self._max_length = max_length
         self._most_chars = max_length * max(map(len, target.tokenizer.get_vocab()))
         self._forks = [target.encoder, *(target.new_encoder() for _ in range(_NUM_QUICK - 1))]
@@ -57,6 +55,8 @@ class Encoder:
             except ForkError as error:
                 self._failure = told(error, self._names) if error.reason in _BROKEN else None
             self._ready.put_nowait(fork)
+        if not self._has_template:
+            self._failure = "the model has no chat template: send raw text to /v1/completions"
 
     async def close(self) -> None:
         """End the processes, after the texts that they encode."""
@@ -71,16 +71,13 @@ class Encoder:
             ApiError: 400 where the template refuses the messages, fails, or takes too much time or memory, and for a
                 text that is far too long; 503 where the process has ended.
         """
-        param = "messages" if isinstance(asked, Chat) else "prompt"
-        texts = texts_of(asked)
-        num_chars = sum(map(len, texts))
+        is_chat, texts = isinstance(asked, Chat), texts_of(asked)
+        param, num_chars = "messages" if is_chat else "prompt", sum(map(len, texts))
         message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
         too_long = ApiError(400, message, param=param, code="context_length_exceeded")
         if len(texts) > self._max_length or num_chars > self._most_chars:
             raise too_long
-        if isinstance(asked, Chat) and not self._has_template:
-            raise ApiError(400, "the model has no chat template: send raw text to /v1/completions", param=param)
-        if isinstance(asked, Chat) and self._failure is not None:
+        if is_chat and self._failure is not None:
             raise ApiError(400, self._failure, param=param)
         try:
             token_ids = await self._exchange(asked, is_long=num_chars > _QUICK_LENGTH)
@@ -92,32 +89,25 @@ class Encoder:
             raise too_long
         return token_ids
 
-    async def encode_prediction(self, prediction: Prediction | None) -> list[int]:
+    async def encode_prediction(self, text: str | None) -> list[int]:
         """Token ids of a predicted text, which stands within another text (errors as of :meth:`encode`)."""
         try:
-            return [] if prediction is None else await self.encode((prediction.text,))
+            return [] if text is None else await self.encode((text,))
         except ApiError as error:
             error.param = "prediction"
             raise
-
-    @property
-    def infill(self) -> InfillTokens | None:
-        """The tokens for filling in the middle, of a model that has them."""
-        return self._infill
 
     async def encode_infill(
         self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), room: int = 0
     ) -> list[int]:
         """Token ids of the prompt for the text between a prefix and a suffix (errors as of :meth:`encode`).
 
-        Args:
-            files: name and text of what else is known; the first ones go where the prompt would have more tokens than
-                ``room``.
+        ``files``: name and text of what else is known; the first ones go where a prompt has no ``room`` for all tokens.
         """
-        assert self._infill is not None
-        token_ids = await self.encode(self._infill.around(prefix, suffix))
+        assert self.infill is not None
+        token_ids = await self.encode(self.infill.around(prefix, suffix))
         if files:
-            head, *entries, current = self._infill.context(files)
+            head, *entries, current = self.infill.context(files)
             first, last = await self.encode(head), await self.encode(current)
             room -= sum(map(len, (self._opening, first, last, token_ids)))
             kept: list[int] = []

@@ -18,18 +18,14 @@ _LOAD_SECONDS = 300.0
 
 
 class Follower:
-    """Loads the drafter again when its folder was replaced; an error leaves the old drafter. For the event loop alone.
+    """Loads the drafter again, on the event loop, when its folder was replaced; an error leaves the old drafter.
 
-    Attributes:
-        folder: the folder that is watched.
-        digest: hash of the weights in use.
+    ``digest``: hash of the weights in use.
     """
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics) -> None:
-        self._name = name
+        self._name, self._worker, self._metrics = name, worker, metrics
         self.folder = Path(name).expanduser()
-        self._worker = worker
-        self._metrics = metrics
         self._lock = asyncio.Lock()
         self._seen = self._stamp()
         drafter = worker.engine.drafter
@@ -52,8 +48,7 @@ class Follower:
         """Load the drafter again, and let it take over if its weights or its config differ; False if neither does.
 
         Raises:
-            ValueError: the drafter is damaged, belongs to another target, or does not fit the engine's settings; or
-                its folder changed within the load.
+            ValueError: the drafter is damaged or does not fit, or its folder changed within the load.
             OSError: the folder is gone or cannot be read, or the load took too long (TimeoutError).
         """
         async with self._lock:

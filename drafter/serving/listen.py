@@ -49,6 +49,7 @@ def load_engine(options: ServeOptions) -> Engine:
         target.encode("")  # its fork would keep the pages of a cache that is there already
     most = options.max_model_len or _longest([target, *filter(None, [draft_model])], options)
     engine = Engine(target, drafter, replace(options, max_model_len=most), draft_model=draft_model)
+    engine.grammars.prepare()
     length = min(most, target.max_length)
     engine.reserve(length + engine.num_nodes)
     prompt = [0] * max(1, min(_WARM_UP_PROMPT, length - _WARM_UP.max_new_tokens))
@@ -71,11 +72,8 @@ def _longest(models: Sequence[Target], options: ServeOptions) -> int:
     while length > _LEAST_CONTEXT and sum(model.runtime.cache_bytes(num_rows, length) for model in models) > free / 2:
         length = max(_LEAST_CONTEXT, length // 2)
     if length < models[0].max_length:
-        _log.info(
-            "rows of %d tokens: half of the free memory holds no longer ones; --max-model-len goes up to %d",
-            length,
-            models[0].max_length,
-        )
+        message = "rows of %d tokens: half of the free memory holds no longer ones; --max-model-len goes up to %d"
+        _log.info(message, length, models[0].max_length)
     return length
 
 
@@ -139,11 +137,8 @@ async def _serve(
         first, second = (asyncio.create_task(told.acquire()) for _ in range(2))
         await asyncio.wait((serving, first, worker.ended), return_when=asyncio.FIRST_COMPLETED)
         if first.done() and not worker.ended.done():
-            _log.info(
-                "told to stop: %d answers still run and get %g seconds; a second signal, or Ctrl-C, stops at once",
-                worker.num_open,
-                drain_seconds,
-            )
+            message = "told to stop: %d answers still run and get %g seconds; a second signal, or Ctrl-C, stops at once"
+            _log.info(message, worker.num_open, drain_seconds)
             worker.drain()
             # A thread that hangs would keep the process alive: then the log says where, and the exit code is 1.
             faulthandler.dump_traceback_later(drain_seconds + _END_SECONDS, exit=True)

@@ -7,12 +7,11 @@ refused by name, unless its value asks for nothing: the field may ask for an ans
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import (
     BaseModel,
     Field,
-    PrivateAttr,
     StrictBool,
     StrictInt,
     StrictStr,
@@ -22,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from drafter.decoding.params import MAX_BIASED, SamplingParams
 from drafter.serving.tools import structure_of_call
@@ -117,30 +117,66 @@ _Many = Annotated[list[_Item], Field(min_length=1, fail_fast=True)]  # of a mill
 Text = Annotated[StrictStr, Field(max_length=2**31)]  # with a limit, half a surrogate pair is refused
 
 
-class TextPart(BaseModel):
-    """One part of a message's content."""
-
+# Parts of bodies as plain dicts; pydantic drops what is not named here.
+class TextPart(TypedDict):
     type: Literal["text"]
     text: Text
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-class CalledFunction(BaseModel):
-    """A function that an earlier answer called."""
-
+class CalledFunction(TypedDict):
     name: Text
     arguments: Text  # JSON
 
 
-class ToolCall(BaseModel):
-    """A call of an earlier answer."""
-
+class ToolCall(TypedDict):
     id: Text
-    type: Literal["function"] = "function"
+    type: NotRequired[Literal["function"]]
     function: CalledFunction
+
+
+class Function(TypedDict):
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: NotRequired[Text]
+    parameters: NotRequired[dict[str, Any]]
+
+
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(TypedDict):
+    type: Literal["function"]
+    function: Annotated[dict[Literal["name"], Text], Field(min_length=1)]
+
+
+class StreamOptions(TypedDict):
+    include_usage: NotRequired[StrictBool | None]
+
+
+class _AnyJson(TypedDict):
+    type: Literal["text", "json_object"]
+
+
+class JsonSchema(TypedDict):
+    schema: dict[str, Any]
+
+
+class _OfSchema(TypedDict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class Prediction(TypedDict):
+    type: Literal["content"]
+    content: Text | _Many[TextPart]
+
+
+ResponseFormat = Annotated[_AnyJson | _OfSchema, Field(discriminator="type")]
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 class Message(_Body):
@@ -166,7 +202,7 @@ class Message(_Body):
         plain: dict[str, Any] = {"role": role, "content": _joined(self.content)}
         if self.tool_calls:  # the templates write the arguments as JSON themselves
             plain["tool_calls"] = [
-                call.model_dump() | {"function": {"name": call.function.name, "arguments": _object(call)}}
+                {"type": "function"} | call | {"function": call["function"] | {"arguments": _object(call)}}
                 for call in self.tool_calls
             ]
         return plain | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
@@ -174,51 +210,12 @@ class Message(_Body):
 
 def _object(call: ToolCall) -> Any:
     """The arguments of a call as an object; a text that is none stays a text."""
+    text = call["function"]["arguments"]
     try:
-        found = json.loads(call.function.arguments or "{}")
+        found = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return call.function.arguments
-    return found if isinstance(found, dict) else call.function.arguments
-
-
-class Function(BaseModel):
-    """A function that an answer may call; ``parameters`` is a JSON schema."""
-
-    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: Text = ""
-    parameters: dict[str, Any] = {}
-
-
-class Tool(BaseModel):
-    """A tool of an answer."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class ToolChoice(BaseModel):
-    """The function that an answer must call."""
-
-    type: Literal["function"]
-    function: Annotated[dict[Literal["name"], Text], Field(min_length=1)]
-
-
-class Prediction(_Body):
-    """Text that the answer probably repeats."""
-
-    type: Literal["content"]
-    content: Text | _Many[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return _joined(self.content)
-
-
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: StrictBool | None = False
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _limits(name: str, low: float | None = None) -> Any:
@@ -243,35 +240,6 @@ _Count = Annotated[StrictInt, Field(ge=1)]  # the server cuts a larger number to
 _TokenId = Annotated[StrictInt, _limits("stop_token_ids")]
 _PromptId = Annotated[StrictInt, Field(ge=0)]
 _StopText = Annotated[StrictStr, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-
-
-class JsonSchema(_Body):
-    """The part of a response format that holds the schema."""
-
-    name: StrictStr = ""
-    description: StrictStr = ""
-    strict: StrictBool = True
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(_Body):
-    """What an answer of a chat must look like."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise refusal("json_schema", "{name} belongs to type json_schema, which needs it")
-        return self
-
-    @property
-    def structure(self) -> dict[str, Any]:
-        """The engine's parameter."""
-        if self.json_schema is not None:
-            return {"json_schema": self.json_schema.json_schema}
-        return {"json_schema": {"type": "object"}} if self.type == "json_object" else {}
 
 
 class StructuredOutputs(_Body):
@@ -325,9 +293,17 @@ class Generation(_EngineFields):
             raise refusal("stream_options", "{name} is only for streams: set stream to true")
         if self.return_token_ids and self.stream:
             raise refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
-        if self.response_format is not None and self.response_format.structure and self.structured_outputs is not None:
+        if self._form and self.structured_outputs is not None:
             raise refusal("structured_outputs", "{name} and response_format say the same: give one of them")
         return self
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        """The engine's parameter for ``response_format``."""
+        if self.response_format is None or self.response_format["type"] == "text":
+            return {}
+        is_any = self.response_format["type"] == "json_object"
+        return {"json_schema": {"type": "object"} if is_any else self.response_format["json_schema"]["schema"]}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -335,17 +311,21 @@ class Generation(_EngineFields):
         return None
 
     def cut(self, text: str, seconds: float) -> int | None:
-        """Where the text must end although the model goes on; see :mod:`drafter.serving.editors`."""
+        """Where the text must end although the model goes on (:mod:`drafter.serving.editors`)."""
         return None
 
-    def params(self, max_length: int) -> SamplingParams:
+    @property
+    def predicted(self) -> str | None:
+        """The text that the answer probably repeats."""
+        return None if self.prediction is None else _joined(self.prediction["content"])
+
+    def params(self, max_length: int, template: str) -> SamplingParams:
         """The engine's parameters, without a seed, of an answer of at most ``max_length`` tokens."""
         own = {name: getattr(self, name) for name in _engine_fields}
         own["top_k"], own["stop_token_ids"] = max(0, self.top_k), tuple(self.stop_token_ids)
         own["top_p"] = max(self.top_p, 1e-9)  # 0 keeps the likeliest token alone, like any value below its probability
         own["logit_bias"] = self.logit_bias
-        for form in (self.response_format, self.structured_outputs):
-            own |= form.structure if form is not None else {}
+        own |= self._form if self.structured_outputs is None else self.structured_outputs.structure
         own["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return SamplingParams(min(self.max_tokens or max_length, max_length), **own)
 
@@ -357,7 +337,6 @@ class ChatRequest(Generation):
     max_completion_tokens: _Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
-    _structure: dict[str, Any] = PrivateAttr(default_factory=dict)
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
@@ -366,11 +345,10 @@ class ChatRequest(Generation):
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "{name} needs logprobs: set logprobs to true")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
-        choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
-        if len(set(names)) < len(names):
+        names = {tool["function"]["name"] for tool in self.tools}
+        if len(names) < len(self.tools):
             raise refusal("tools", "{name} has two functions of one name")
-        wanted = choice.function["name"] if isinstance(choice, ToolChoice) else None
-        if (wanted is not None and wanted not in names) or (choice == "required" and not names):
+        if self.tool_choice not in ("none", "auto") and not self.callable_tools:
             raise refusal("tool_choice", "{name} asks for a function that is not among the tools")
         return self
 
@@ -379,25 +357,17 @@ class ChatRequest(Generation):
         """Whether the answer is a call."""
         return bool(self.callable_tools) and self.tool_choice != "auto"
 
-    def require_call(self, template: str) -> None:
-        """Let the answer call a function, if the choice of tools asks for that, in the form of a chat template."""
-        if self.must_call:
-            self._structure = structure_of_call(self.callable_tools, template)
-
-    def params(self, max_length: int) -> SamplingParams:
+    def params(self, max_length: int, template: str) -> SamplingParams:
         """As of :class:`Generation`, with the form of a call that the answer must have."""
-        found = super().params(max_length)
-        return replace(found, **self._structure) if self._structure else found
+        found = super().params(max_length, template)
+        return replace(found, **structure_of_call(self.callable_tools, template)) if self.must_call else found
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
+    def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call, as chat templates take tools."""
-        wanted = self.tool_choice.function["name"] if isinstance(self.tool_choice, ToolChoice) else None
-        return [
-            tool.model_dump(exclude_unset=True)
-            for tool in self.tools
-            if self.tool_choice != "none" and wanted in (None, tool.function.name)
-        ]
+        if isinstance(self.tool_choice, dict):
+            return [tool for tool in self.tools if tool["function"]["name"] == self.tool_choice["function"]["name"]]
+        return self.tools if self.tool_choice != "none" else []
 
     @property
     def num_logprobs(self) -> int | None:

@@ -39,19 +39,12 @@ class Recorder:
 
     A file holds at most 64 MiB or a quarter of the folder's limit. When the folder would exceed the limit, the oldest
     files go. A line is written at once, so that a kill leaves at most the last line of a file torn; a new recorder
-    begins a new file. After an error of the disk the recorder logs one line and records nothing more.
-
-    Args:
-        folder: made for its owner alone, if missing.
-        max_mib: limit of the folder's files of traffic, in MiB.
-
-    Raises:
-        OSError: the folder cannot be made or written to.
+    begins a new file. After an error of the disk the recorder logs one line and records nothing more. OSError: the
+    folder, which is made for its owner alone, cannot be made or written to.
     """
 
     def __init__(self, folder: Path, max_mib: int, metrics: Metrics) -> None:
-        self._folder = folder
-        self._metrics = metrics
+        self._folder, self._metrics = folder, metrics
         self._max_bytes = max_mib * 2**20
         self._file_bytes = min(_FILE_BYTES, self._max_bytes // 4)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,13 +9,14 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{"])')
 _TAIL = re.compile(r"\s*\}?\s*(?:</tool_call>)?")
 _BETWEEN = re.compile(r"[\s,;\[\]]*")  # around objects without marks
+_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)  # of JSON: a text, an open text's beginning, a bracket
 _LETTERS = string.ascii_letters + string.digits
 _LONGEST = 1 << 16  # characters of an object that may become a call
 
@@ -40,131 +41,107 @@ def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str) -> dict
 
 
 class ToolParser:
-    """Finds calls in a growing text.
+    """Finds calls in a growing text, which is read again with each piece: what was told once stays.
 
     Args:
         names: functions that may be called.
         marks: whether calls stand between ``<tool_call>`` and ``</tool_call>``.
-
-    Attributes:
-        num_calls: calls that were found.
     """
 
     def __init__(self, names: Collection[str], *, marks: bool) -> None:
-        self._names, self._marks = names, marks
-        self._rest, self._space = "", ""  # text that nobody was told of, and white space before a mark
-        self._step = self._text if marks else self._head
-        self._value = _Value()
-        self._is_last = False
-        self.num_calls = 0
+        self._names, self._marks, self._text = names, marks, ""
+        self._num_told, self._told = 0, list[int]()  # characters of the content, and of the arguments of each call
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were found."""
+        return len(self._told)
 
     def push(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         """The new part of a message, as in a stream: ``content``, and ``tool_calls`` with their ``index``."""
-        self._rest, self._is_last = self._rest + text, is_last
-        content, calls = "", dict[int, dict[str, Any]]()
+        self._text += text
+        content, calls = self._read(is_last=is_last)
+        delta: dict[str, Any] = {"content": content[self._num_told :]} if len(content) > self._num_told else {}
+        self._num_told, parts = len(content), []
+        for index, (name, arguments) in enumerate(calls):
+            part: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
+            if index == len(self._told):
+                # Nine letters and digits: Mistral's template takes no other id.
+                own = {"id": "".join(secrets.choice(_LETTERS) for _ in range(9)), "type": "function"}
+                parts.append(part | own | {"function": {"name": name, "arguments": arguments}})
+                self._told.append(len(arguments))
+            elif len(arguments) > self._told[index]:
+                part["function"]["arguments"] = arguments[self._told[index] :]
+                parts.append(part)
+                self._told[index] = len(arguments)
+        return delta | ({"tool_calls": parts} if parts else {})
+
+    def _read(self, *, is_last: bool) -> tuple[str, list[tuple[str, str]]]:
+        """Content, and name and arguments of the calls, as far as later text cannot change them."""
+        text, content, calls, place = self._text, "", list[tuple[str, str]](), 0
         while True:
-            before, parts = (self._step, self._rest), list(self._step())
-            for part in parts:
-                if isinstance(part, str):
-                    content += part
-                    continue
-                name, arguments = part
-                index = self.num_calls - 1
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                if name:
-                    # Nine letters and digits: Mistral's template takes no other id.
-                    call |= {"id": "".join(secrets.choice(_LETTERS) for _ in range(9)), "type": "function"}
-                    call["function"] = {"name": name} | call["function"]
-                call["function"]["arguments"] += arguments
-            if before == (self._step, self._rest):
-                found: dict[str, Any] = {"content": content} if content else {}
-                return found | ({"tool_calls": list(calls.values())} if calls else {})
-
-    # Each step takes text from ``_rest``, yields content or (name, arguments), and names the next step. A step that
-    # changes nothing waits for more text.
-
-    def _text(self) -> Iterator[str]:
-        """Content up to a mark, or to what may become one; white space waits for what follows."""
-        place = self._rest.find(OPEN) if self._marks else -1
-        if place >= 0:
-            self._step = self._head
-        elif not self._marks or self._is_last:
-            place = len(self._rest)
-        else:
-            sizes = (size for size in range(1, len(OPEN)) if self._rest.endswith(OPEN[:size]))
-            place = len(self._rest[: len(self._rest) - max(sizes, default=0)].rstrip())
-        text = self._rest[:place]
-        content = text if self._step == self._text else text.rstrip()
-        self._rest, self._space = self._rest[place:], text[len(content) :]
-        if content and not (self.num_calls and not content.strip()):
-            yield content
-
-    def _head(self) -> Iterator[str | tuple[str, str]]:
-        """A name where a call begins; the text itself where no call does."""
-        start = len(OPEN) if self._marks else _BETWEEN.match(self._rest).end()  # type: ignore[union-attr]  # may be empty
-        body = self._rest[start:]
-        head, end = _HEAD.match(body), _end_of_object(body)
-        if head and head[1] in self._names:
-            self.num_calls += 1
-            self._step, self._value, self._rest = self._arguments, _Value(), body[head.end() :]
-            yield head[1], ""
-        elif end is not None and (call := _call(body[:end], self._names)):  # in another order
-            self.num_calls += 1
-            self._step, self._rest = self._tail, body[end:]
-            yield call
-        elif self._is_last or head or end is not None or len(body) > _LONGEST or body.lstrip()[:1] not in ("", "{"):
-            self._step = self._text
-            if self._marks:  # the mark is text, and the search goes on behind the mark
-                self._rest = body
-                yield self._space + OPEN
-            elif self.num_calls and not body:
-                self._rest = ""
-
-    def _arguments(self) -> Iterator[tuple[str, str]]:
-        length = self._value.read(self._rest)
-        piece, self._rest = self._rest[:length], self._rest[length:]
-        if self._value.is_whole:
-            self._step = self._tail
-        if piece:
-            yield "", piece
-
-    def _tail(self) -> Iterator[tuple[str, str]]:
-        """The end of an object and its mark."""
-        tail = _TAIL.match(self._rest)
-        assert tail is not None
-        rest = self._rest[tail.end() :]
-        if self._is_last or (not CLOSE.startswith(rest) if self._marks else "}" in tail[0]) or CLOSE in tail[0]:
-            self._rest, self._step = rest, self._text if self._marks else self._head
-        yield from ()
-
-
-class _Value:
-    """Finds the end of an object, a list or a text in a growing JSON text."""
-
-    def __init__(self) -> None:
-        self._depth, self._is_text, self._is_escaped = 0, False, False
-        self.is_whole = False
-
-    def read(self, text: str) -> int:
-        """Number of characters of the text that belong to the value."""
-        for at, char in enumerate(text):
-            if self._is_text:
-                self._is_text = self._is_escaped or char != '"'
-                self._is_escaped = not self._is_escaped and char == "\\"
+            start = text.find(OPEN, place) if self._marks else place
+            if start < 0:
+                rest = text[place:]
+                if not is_last:  # a mark may begin; white space before a mark is no content
+                    begun = max((size for size in range(1, len(OPEN)) if rest.endswith(OPEN[:size])), default=0)
+                    rest = rest[: len(rest) - begun].rstrip()
+                return content + (rest if rest.strip() or not calls else ""), calls
+            body = start + len(OPEN) if self._marks else _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+            found = self._call_at(body, is_last=is_last)
+            if found is not None:
+                content += text[place:start].rstrip()
+                *call, place = found
+                calls.append((call[0], call[1]))
+            elif not is_last and self._may_begin(body):
+                return content + text[place:start].rstrip(), calls
+            elif self._marks:  # the mark is text
+                content, place = content + text[place:body], body
             else:
-                self._is_text = char == '"'
-                self._depth += (char in "{[") - (char in "}]")
-            if self._depth <= 0 and not self._is_text and char in '}]"':
-                self.is_whole = True
-                return at + 1
-        return len(text)
+                return content + (text[place:] if body < len(text) or not calls else ""), calls
+            if place == len(text):
+                return content, calls
+
+    def _may_begin(self, body: int) -> bool:
+        """Whether more text may make a call of what stands here."""
+        text = self._text
+        is_open = text[body:].lstrip()[:1] in ("", "{") and len(text) - body <= _LONGEST
+        return is_open and not _HEAD.match(text, body) and _end_of_object(text, body) is None
+
+    def _call_at(self, body: int, *, is_last: bool) -> tuple[str, str, int] | None:
+        """Name and arguments of the call that begins here, and the place behind the call; None: no call begins."""
+        text, head = self._text, _HEAD.match(self._text, body)
+        if head and head[1] in self._names:
+            end = _end_of_value(text, head.end())
+            name, arguments = head[1], text[head.end() : end]
+        else:
+            end = _end_of_object(text, body)
+            call = _call(text[body:end], self._names) if end is not None else None
+            if call is None:
+                return None
+            name, arguments = call
+        if end is None:
+            return name, arguments, len(text)
+        tail = _TAIL.match(text, end)
+        assert tail is not None
+        is_whole = not CLOSE.startswith(text[tail.end() :]) if self._marks else "}" in tail[0]
+        return name, arguments, tail.end() if is_last or is_whole or CLOSE in tail[0] else len(text)
 
 
-def _end_of_object(text: str) -> int | None:
-    """The place behind the object at a text's beginning; None where there is none, or the text ends before."""
-    value, start = _Value(), len(text) - len(text.lstrip())
-    length = value.read(text[start:]) if text[start : start + 1] == "{" else 0
-    return start + length if value.is_whole else None
+def _end_of_value(text: str, start: int) -> int | None:
+    """The place behind the object, list or text that begins here; None where the text ends before."""
+    depth = 0
+    for found in _PIECE.finditer(text, start):
+        depth += (found[0] in "{[") - (found[0] in "}]")
+        if depth <= 0 or found[0] == '"':
+            return found.end() if found[0] != '"' else None
+    return None
+
+
+def _end_of_object(text: str, body: int) -> int | None:
+    """The same for an object behind white space; None where there is none."""
+    start = body + len(text[body:]) - len(text[body:].lstrip())
+    return _end_of_value(text, start) if text[start : start + 1] == "{" else None
 
 
 def _call(text: str, names: Collection[str]) -> tuple[str, str] | None:

@@ -1,8 +1,7 @@
 """Worker: the engine on its own thread. Answers join and leave between steps; their tokens go back to the event loop.
 
-Only the engine's thread uses the engine, except that the event loop makes requests. The event loop sends commands
-through a queue. The engine's thread posts what a step brought to all requests in one callback, in which the event loop
-makes text and entries. The engine's thread knows requests alone, the event loop the answers that clients wait for.
+The event loop makes requests, and sends commands through a queue; all else of the engine is for the engine's thread.
+The thread posts what a step brought in one callback, in which the event loop makes the text and entries of answers.
 """
 
 import asyncio
@@ -34,12 +33,7 @@ _log = logging.getLogger("drafter.serving")
 
 
 class Worker:
-    """Runs an engine for many clients.
-
-    Args:
-        engine: the engine; other threads may only call :meth:`Engine.make_request`.
-        max_queue: texts that may wait for a row; the worker refuses further texts.
-        recorder: records the finished answers; None: no recording.
+    """Runs an engine for many clients; ``max_queue`` texts may wait for a row.
 
     Attributes:
         state: ``draining`` when the worker takes no new answers, ``dead`` when an error has ended the engine's thread.
@@ -49,11 +43,9 @@ class Worker:
     ended: asyncio.Task[None]
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics, recorder: Recorder | None = None) -> None:
-        self.engine = engine
+        self.engine, self._metrics, self._recorder = engine, metrics, recorder
         self.state: State = "ready"
         self.capacity = engine.plan.max_num_seqs + max_queue
-        self._metrics = metrics
-        self._recorder = recorder
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._num_held = 0  # places of texts that are still encoded; event loop only
         self._choices: dict[int, Choice] = {}  # unfinished texts whose clients wait, by request id; event loop only
@@ -90,11 +82,8 @@ class Worker:
             self._commands.put(partial(self._add, choice.request))
 
     def check(self, num_texts: int) -> None:
-        """Check that the worker would accept an answer of ``num_texts`` texts now.
-
-        Raises:
-            ApiError: 429 when the queue is full, 503 when the server stops or its engine has failed, 400 when the
-                answer alone is larger than the queue.
+        """ApiError unless an answer of so many texts would be accepted now: 429 when the queue is full, 503 when the
+        server stops or its engine has failed, 400 when the answer alone is larger than the queue.
         """
         if self.state != "ready":
             what = "is shutting down" if self.state == "draining" else "has lost its engine"
@@ -248,9 +237,8 @@ class Worker:
         failed = self.engine.drop(keep) or [request for request in self._requests if not request.is_finished]
         for request in failed:
             request.finish("abort")
-        if not is_memory:
-            failure = ApiError(500, "an internal error ended this answer")
-        else:
+        failure = ApiError(500, "an internal error ended this answer")
+        if is_memory:
             message = "the server ran out of memory: try again later"
             failure = ApiError(503, message, code="out_of_memory", headers=TRY_LATER)
             # The traceback holds the frames of the step and with them its tensors.

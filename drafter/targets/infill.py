@@ -46,12 +46,9 @@ class InfillTokens(NamedTuple):
                 break
         if not {"prefix", "suffix"} <= found.keys():
             return None
-        ends = [found.get(field) for field in ("file", "repository", "padding", "prefix", "suffix", "middle")]
-        ends += [vocabulary.get(name) for name in _FURTHER_ENDS]
-        return cls(
-            found["prefix"], found["suffix"], found.get("middle"), found.get("repository"), found.get("file"),
-            tuple(token for token in ends if token is not None),
-        )  # fmt: skip
+        ends = [*(found.get(name) for name in _FIELDS[::-1]), *map(vocabulary.get, _FURTHER_ENDS)]
+        own = (found.get(name) for name in _FIELDS[:5])
+        return cls(*own, ends=tuple(token for token in ends if token is not None))  # type: ignore[arg-type]
 
     def around(self, prefix: str, suffix: str) -> Pieces:
         """The prompt for the text between a prefix and a suffix."""

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.grammars import Grammars
-from drafter.engine.settings import EngineConfig
+from drafter.engine.settings import EngineConfig, Plan
 from tests.data.tiny import tiny_target as padded_target
 from tests.engine.oracle import plan_of
 from tests.serving.tiny import tiny_drafter, tiny_target
@@ -57,6 +57,20 @@ def test_plain_and_drafted_answers_are_equal_and_look_as_they_must(method: Any) 
         assert re.fullmatch("[ab]{3,6}x", texts[1]) and texts[2] in FORMS[2]["choice"]
         assert re.fullmatch("a[0-9]{2,5}!", texts[3])
         assert found[2].num_target_forwards <= 5 < len(found[2].token_ids), "forced tokens are drafts"
+
+
+def test_forced_tokens_have_room_where_nothing_is_drafted() -> None:
+    """As far as the rows that have such tokens are worth a node's cost."""
+    target, text = tiny_target(), "a long text that is certain"
+    engine = Engine(target, config=Plan.of("lookup", tree_size=2, max_num_seqs=4))
+    params = [SamplingParams(max_new_tokens=40, choice=(text,)), *[SamplingParams(max_new_tokens=40)] * 3]
+    [alone] = engine.generate([PROMPT], params[:1])
+    assert alone.text == text and alone.num_target_forwards <= 3
+    for node_cost, most in ((0.2, 3), (0.5, 40)):  # one row of four
+        engine._runner.node_cost = node_cost  # type: ignore[union-attr]
+        one, *others = engine.generate([PROMPT] * 4, params)
+        assert one.text == text and (one.num_target_forwards <= 3) == (most == 3)
+    assert len({tuple(other.token_ids) for other in others}) == 1
 
 
 class Masked(LogitsProcessor):

@@ -33,7 +33,7 @@ def coder() -> Iterator[Live]:
     target = tiny_target()
     tokens = InfillTokens(prefix=40, suffix=41, middle=42, repository=43, file=44, ends=(44, 43, 45))
     with live_server(tiny_engine(max_num_seqs=2)) as server:
-        server.server.encoder._infill = tokens
+        server.server.encoder.infill = tokens
         assert target.tokenizer is not None
         yield server
 
@@ -56,7 +56,7 @@ def test_tokens_are_found_by_the_files_keys_or_by_known_names() -> None:
     assert found is not None and found[:5] == tuple(map(number, QWEN[:5])) and number("<|fim_pad|>") in found.ends
     assert found.around("a", "b") == (found.prefix, "a", found.suffix, "b", found.middle)
     tokenizer.init_kwargs[TOKEN_IDS] = {"prefix": 9}
-    assert InfillTokens.of(tokenizer) == found._replace(prefix=9, ends=(*found.ends[:3], 9, *found.ends[4:]))
+    assert InfillTokens.of(tokenizer) == found._replace(prefix=9, ends=(*found.ends[:5], 9, *found.ends[6:]))
     codestral = InfillTokens.of(tokenizer_with(("[PREFIX]", "[SUFFIX]")))
     assert codestral is not None
     assert codestral.around("a", "b") == (codestral.suffix, "b", codestral.prefix, "a"), "the suffix stands first"

@@ -107,19 +107,19 @@ def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.Monke
         assert os.environ.pop(name) == expected
 
 
-def test_the_process_of_the_templates_starts_before_the_cache_is_there(tmp_path: Path, monkeypatch) -> None:
+def test_the_processes_of_clients_programs_start_before_the_cache_is_there(tmp_path: Path, monkeypatch) -> None:
     """A fork keeps the pages of a cache that it shares, once the server writes to them."""
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     reserve, forks = Engine.reserve, list[int]()
 
     def reserved(engine: Engine, num_slots: int) -> None:
-        forks.append(engine.target.encoder._child.pid)
+        forks.extend(fork._child.pid for fork in (engine.target.encoder, engine.grammars._trial))
         reserve(engine, num_slots)
 
     monkeypatch.setattr(Engine, "reserve", reserved)
     options = ServeOptions(target=make_target(tmp_path), device="cpu", max_model_len=64)
     load_engine(options).target.encoder.close()
-    assert forks[0] > 0
+    assert len(set(forks)) == 2, "of templates, and of the forms of answers"
     monkeypatch.setattr(Engine, "step", lambda _: 1 / 0)
     with pytest.raises(ValueError, match="first tokens: ZeroDivisionError"):
         load_engine(options)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import drafter.proposers.beam as beam_module
 from drafter.decoding.params import SamplingParams
+from drafter.decoding.rules import Guide
 from drafter.decoding.sampling import Noise, make_warp, pick_nodes
 from drafter.engine import runner
 from drafter.engine.engine import Engine
@@ -119,6 +121,21 @@ def test_picks_and_noise_are_one_launch_without_copies_of_the_logits() -> None:
         assert count["launch"] <= num_launches and count["sync"] == 0, count
         block = 1 << 21 if result.nbytes > 1 << 20 else 512  # the allocator's
         assert torch.cuda.max_memory_allocated() - before <= -(-result.nbytes // block) * block + 4096
+
+
+def test_a_grammar_cuts_a_step_into_three_graphs(engine: Engine) -> None:
+    """The host waits for the drafts, and makes the masks while the device runs the forward."""
+    matcher = Mock(**{"compute_bitmask.return_value": bytes(1 << 14), "is_error.return_value": False})
+    matcher.compute_ff_tokens.return_value, matcher.is_stopped.return_value = [], False
+    guided = replace(GREEDY, regex="x")
+    engine.grammars.guide = lambda params: Guide(matcher, [2]) if params.regex else None  # type: ignore[method-assign]
+    start(engine, guided, GREEDY)
+    engine.step()
+    for _ in range(3):
+        with counted() as count:
+            assert len(engine.step()) == 2
+        assert (count["graph_launch"], count["sync"], count["d2h"]) == (3, 2, 2) and count["launch"] <= 8, count
+        assert not any(count[name] for name in ("h2d_pageable", "capture", "violation")), count
 
 
 @pytest.mark.parametrize("method", ["none", "lookup"])
