@@ -5,8 +5,6 @@
 
 Answers are greedy. The prompts are the sample: the error of a figure tells how far other prompts would move the figure,
 the error of a difference is paired prompt by prompt. Rows of JSON go to --results.
-
-Shapes: A answers.
 """
 
 import argparse
@@ -15,11 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from drafter import Engine, SamplingParams
 from drafter.bench.workload import read_prompt_set
+from drafter.decoding.acceptance import Rate, error_of, tokens_per_step
 from drafter.engine.settings import Plan
 from drafter.models.checkpoint import drafter_of_checkpoint
 from drafter.runtimes.loading import load_target
@@ -31,7 +27,7 @@ def main() -> None:
     target = load_target(args.target, dtype=args.dtype, device=args.device, quantization=args.quantization)
     prompts = read_prompt_set(args.prompts).take(args.num_prompts).encode(target)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
-    first: dict[str, tuple[float, Tensor]] = {}
+    first: dict[str, Rate] = {}
     for name in args.drafters:
         drafter: Any = drafter_of_checkpoint(name).to(target.device, target.dtype).bind(target)
         if not target.traits.is_trainable:
@@ -41,12 +37,12 @@ def main() -> None:
             sizes: Any = {"beam_width": width, "draft_length": length, "tree_size": size}
             plan = Plan.of("drafter", copying=copying == "on", max_num_seqs=args.batch_size, **sizes)
             answers = Engine(target, drafter, plan).generate(prompts, params)
-            counts = torch.tensor([(len(each.token_ids), each.num_target_forwards) for each in answers]).double()
-            rate, share_A = ratio(*counts.T)
-            base, base_share_A = first.setdefault(tree, (rate, share_A))
+            found = tokens_per_step([(len(each.token_ids), each.num_target_forwards) for each in answers])
+            base = first.setdefault(tree, found)
+            differences = [mine - other for mine, other in zip(found.shares, base.shares, strict=True)]
             row = {"drafter": name, "copying": copying, **sizes}
-            row |= {"tokens_per_step": round(rate, 3), "standard_error": round(float(share_A.norm()), 3)}
-            row |= {"difference": round(rate - base, 3), "error": round(float((share_A - base_share_A).norm()), 3)}
+            row |= {"tokens_per_step": round(found.value, 3), "standard_error": round(error_of(found.shares), 3)}
+            row |= {"difference": round(found.value - base.value, 3), "error": round(error_of(differences), 3)}
             row |= {"prompts": Path(args.prompts).name, "num_prompts": len(answers)}
             row |= {"max_new_tokens": args.max_new_tokens, "dtype": target.traits.number_format}
             row |= {"quantization": args.quantization}
@@ -70,12 +66,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--results", type=Path, help="append rows of JSON")
     return parser.parse_args()
-
-
-def ratio(tokens_A: Tensor, steps_A: Tensor) -> tuple[float, Tensor]:
-    """Tokens per step, and each answer's share in its error, linearised: (tokens - ratio * steps) / sum of steps."""
-    rate = float(tokens_A.sum() / steps_A.sum())
-    return rate, (tokens_A - rate * steps_A) / steps_A.sum()
 
 
 if __name__ == "__main__":

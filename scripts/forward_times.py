@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafter.bench.backends import PeerProcess
-from drafter.bench.measure import peak_memory
+from drafter.bench.backends import PeerProcess, peak_memory
 from drafter.kernels import native
 from drafter.runtimes.loading import load_target
 from drafter.runtimes.native.runtime import NativeRuntime

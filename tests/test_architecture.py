@@ -28,9 +28,8 @@ RULES = {
     "serving": "engine proposers decoding models targets utils torch fastapi ray:ray_app.py",
     "integrations": "runtimes engine proposers decoding models targets utils torch transformers "
     "vllm:__init__.py,model.py",
-    "bench": "data engine proposers decoding models targets utils torch "
-    "transformers:backends.py datasets:workload.py vllm:peer_worker.py",
-    "training": "runtimes data engine:callbacks.py decoding:callbacks.py models targets utils "
+    "bench": "data engine proposers decoding models targets utils torch transformers:backends.py datasets:workload.py",
+    "training": "runtimes data engine:callbacks.py decoding:callbacks.py,adapt.py models targets utils "
     "torch transformers lightning wandb:run.py",
     "cli": "training bench integrations serving distill data engine proposers decoding models runtimes targets utils "
     "torch",

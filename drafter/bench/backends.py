@@ -8,12 +8,13 @@ Shapes: B rows of a batch · T prompt tokens, padded on the left.
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,20 +26,14 @@ from drafter.bench import peer_worker
 from drafter.bench.settings import PEER_PACKAGES, MethodSpec
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.targets.catalog import gguf_file, home_folder, place_of
+from drafter.targets.catalog import gguf_file, home_folder
 from drafter.targets.target import Target
 from drafter.utils.io import replacing
 
 
 class TimedAnswer(NamedTuple):
-    """The answer to one prompt, with its times and counts.
-
-    Attributes:
-        token_ids: generated tokens, a produced stop token included.
-        seconds: time from the start of the prefill to the return of the answer.
-        first_token_seconds: from the start of its prefill to its first token.
-        num_forwards: target forwards that produced tokens.
-    """
+    """The answer to one prompt, a produced stop token included, with its times from the start of its prefill and the
+    number of target forwards that produced tokens."""
 
     token_ids: list[int]
     seconds: float
@@ -143,8 +138,8 @@ class TransformersBackend(Backend):
 def weights_file(source: Path, weights: str) -> Path:
     """The place of a GGUF file whose matrices are stored as `weights`, with the numbers of another.
 
-    The result is the source itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which
-    llama.cpp's quantizer makes once: the numbers are rounded once, and vectors stay float32.
+    The source itself if most of its matrices have that format, else a file of `$DRAFTER_HOME/gguf`, which llama.cpp's
+    quantizer makes once: the numbers are rounded once, and vectors stay float32.
     """
     import gguf
 
@@ -159,42 +154,29 @@ def weights_file(source: Path, weights: str) -> Path:
 
 
 def start_peer(
-    target: Target,
-    spec: MethodSpec,
-    batch_size: int,
-    num_tokens: int,
-    pythons: Mapping[str, str],
-    draft_model: str | None = None,
+    target: Target, spec: MethodSpec, num_tokens: int, pythons: Mapping[str, str], draft_model: str | None = None
 ) -> "PeerProcess":
-    """The engine of a method in a process of its own, with the weights of the target's file.
+    """The engine of a method in a process of its own, with the weights of the target's file, and room for
+    ``num_tokens`` of prompt and answer.
 
-    The engine has room for ``num_tokens`` of prompt and answer in each of ``batch_size`` rows (llama.cpp: 1).
-    ``pythons`` are the Pythons of environments that hold an engine, by package; others are in this environment.
-    ``draft_model``: the smaller model of llama.cpp's own speculation.
-
-    Raises:
-        ValueError: the target has no file that the engine reads, or the engine cannot be started.
+    ``pythons`` are the Pythons of environments that hold an engine, by package. ``draft_model``: for llama.cpp's own
+    speculation. ValueError: the target has no file that the engine reads, or the engine cannot be started.
     """
-    assert batch_size == 1 or "llama-cpp" not in spec.name
-    is_vllm = spec.name == "vllm"
-    source = Path(place_of(target.name)) if is_vllm else gguf_file(target.name)
-    file = source if is_vllm else weights_file(source, spec.gguf_weights)
+    source, package = gguf_file(target.name), PEER_PACKAGES[spec.name]
+    file = weights_file(source, spec.gguf_weights)
     settings = {
-        "package": PEER_PACKAGES[spec.name],
+        "package": package,
         "source": str(source),
         "model": str(file),
         "weights": spec.gguf_weights,
         "speculation": spec.speculation,
         "draft_model": str(gguf_file(draft_model)) if draft_model and spec.speculation == "draft" else "",
-        "num_slots": batch_size,
         "num_tokens": num_tokens,
         "num_threads": target.traits.num_threads,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "is_cpu": target.device.type == "cpu",
         "eos": target.eos_token_ids,
     }
-    python = pythons.get(PEER_PACKAGES[spec.name], sys.executable)
-    if is_vllm or file.exists():
+    python = pythons.get(package, sys.executable)
+    if file.exists():
         return PeerProcess(settings, spec.label, python)
     with replacing(file) as new:  # the engine makes the file, and is ready when the file is whole
         return PeerProcess(settings | {"model": str(new)}, spec.label, python)
@@ -252,3 +234,28 @@ class PeerProcess(Backend):
             self._process.kill()
             self._process.wait()
         self._answers.close()
+
+
+@contextmanager
+def peak_memory(device: torch.device, process_id: int | None = None) -> Iterator[dict[str, Any]]:
+    """The highest use of memory within the block: ``bytes``, 0 where the system reports none, and what they are ``of``.
+
+    On a CPU the figure is the resident memory that Linux reports, libraries and weights included, of the process
+    ``process_id`` if one is given.
+    """
+    peak: dict[str, Any] = {"bytes": 0}
+    accelerator: Any = torch.get_device_module(device) if process_id is None and device.type != "cpu" else None
+    if hasattr(accelerator, "max_memory_allocated"):  # Apple's devices count no peak
+        accelerator.synchronize(device)
+        accelerator.reset_peak_memory_stats(device)
+        yield peak
+        peak |= {"bytes": accelerator.max_memory_allocated(device), "of": "GPU memory allocated by tensors"}
+        return
+    folder = Path("/proc") / str(process_id or "self")
+    with suppress(OSError):  # not permitted: the peak then counts from the start of the process
+        (folder / "clear_refs").write_text("5")
+    yield peak
+    peak["of"] = "resident memory of " + ("the process" if process_id is None else "the engine's own process")
+    with suppress(OSError):
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", (folder / "status").read_text(), re.MULTILINE)
+        peak["bytes"] = int(found[1]) * 1024 if found else 0

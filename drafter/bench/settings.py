@@ -14,7 +14,7 @@ from drafter.utils.validate import SEED, flag_of, within
 
 BASELINE = "none"  # plain decoding of this package
 # The engines that decode in a process of their own, and their packages.
-PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "ik-llama-cpp": "ik-llama-cpp-python", "vllm": "vllm"}
+PEER_PACKAGES = {"llama-cpp": "llama-cpp-python", "ik-llama-cpp": "ik-llama-cpp-python"}
 LARGEST_TREE = 1024  # nodes of a candidate of `drafter tune`
 
 # Options after a method's name; see :class:`drafter.proposers.options.Way`.
@@ -26,7 +26,6 @@ _OPTIONS: dict[str, Mapping[str, str | tuple[str, Any]]] = {
         **{word: ("speculation", word) for word in ("lookup", "draft")},
     },
     "ik-llama-cpp": {},
-    "vllm": {},
 }
 
 
@@ -34,10 +33,8 @@ class MethodSpec(NamedTuple):
     """One method of a benchmark, read from its written form.
 
     Attributes:
-        label: the written form, which the results use as the name.
-        name: the method.
-        config: what the written form gives of the engine's settings.
-        numbers: what the written form gives of the way to draft.
+        label, name: the written form, which the results use as the name, and the method's name in it.
+        config, numbers: what the written form gives of the engine's settings, and of the way to draft.
         is_tuned: whether the file of `drafter tune` gives the size of the tree.
         gguf_weights: format of the weights in the GGUF file of llama.cpp; ``stored``: the target's own file.
         speculation: of llama.cpp: ``lookup``, ``draft``, or none.
@@ -61,27 +58,21 @@ class MethodSpec(NamedTuple):
         """Whether a smaller model drafts."""
         return "draft" in (self.name.removesuffix("-model"), self.speculation)
 
-    def plan(self, models: LoadedModels, batch_size: int, compile: bool | None) -> Plan:
-        """The engine's plan for this method; :func:`resolve` chooses what the written form leaves open.
-
-        Raises:
-            ValueError: the method is tuned, and there is no file of measured sizes for the drafter.
-        """
+    def plan(self, models: LoadedModels, batch_size: int) -> Plan:
+        """The engine's plan; :func:`resolve` chooses what the written form leaves open. ValueError: the method is
+        tuned, and there is no file of measured sizes for the drafter."""
         tuned = NO_FILE
         if self.is_tuned and models.drafter is not None:
             tuned = str(tuned_path(models.drafter.name_or_path))
             if not Path(tuned).is_file():
                 raise ValueError(f"--methods {self.label} needs {tuned}: write it with `drafter tune`")
-        plan = resolve(replace(self.config, max_num_seqs=batch_size, compile=compile, tuned=tuned), *models)
+        plan = resolve(replace(self.config, max_num_seqs=batch_size, tuned=tuned), *models)
         return replace(plan, drafting=replace(plan.drafting, **self.numbers))
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, tuned.
-
-    Raises:
-        ValueError: an unknown name or option, two options for one setting, or one that its method does not take.
-    """
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, tuned; ValueError for an unknown
+    name or option, two options for one setting, or one that its method does not take."""
     name, *options = text.split(":")
     if name not in _OPTIONS:
         hint = suggestion(name, _OPTIONS)
@@ -121,16 +112,11 @@ class MethodOptions(Options, TargetConfig):
             target's own drafter where the package has one)
         num_prompts: largest number of prompts of each set, or of recorded answers, all categories alike
         max_new_tokens: longest answer in tokens
-        compile: record the steps as CUDA graphs (default: on, where they can be)
-
-    Raises:
-        ValueError: a value out of range, an unknown method, or a method without the model that it needs.
     """
 
     drafter: str | None = None
     num_prompts: int | None = within(None, low=1)
     max_new_tokens: int = within(128, low=1, high=2**24)
-    compile: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,11 +131,6 @@ class MethodOptions(Options, TargetConfig):
         """The target, and the drafter where a method needs one (ValueError if there is none)."""
         method: Method = "drafter" if any(spec.name == "drafter" for spec in self.specs) else "none"
         return EngineOptions(**vars(part_of(self, TargetConfig)), drafter=self.drafter, method=method)
-
-    @property
-    def drafter_used(self) -> str | None:
-        """The given drafter, else the package's own for the target; None if no method needs one."""
-        return self.engine_options().drafter_used
 
     def load_models(self, draft_model: str | None = None) -> LoadedModels:
         """The target, and the drafter and the smaller model where a method needs one."""
@@ -166,8 +147,8 @@ class BenchOptions(MethodOptions):
     Methods take turns, round after round. Each run is appended to --out when it is done; runs in --out are not
     repeated. The table is printed at the end.
 
-    Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, ik-llama-cpp, vllm
-    (engines of their own; --peer-python names the Python of another environment). Options follow a colon:
+    Methods: none, drafter, lookup, draft-model (ours); hf-generate (transformers); llama-cpp, ik-llama-cpp (engines of
+    their own; --peer-python names the Python of another environment). Options follow a colon:
     drafter:W8:L4:N24, drafter:alone (no copies), drafter:tuned, draft-model:G5, llama-cpp:Q4_1, llama-cpp:stored (the
     target's own file), llama-cpp:stored:lookup and llama-cpp:stored:draft (its own speculation).
 
@@ -181,8 +162,8 @@ class BenchOptions(MethodOptions):
         temperatures: temperatures of sampling; 0 is greedy
         rounds: number of rounds; every method runs once in a round
         seed: seed of sampling
-        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python,
-            ik-llama-cpp-python or vllm (default: this environment's)
+        peer_python: NAME=PYTHON, the Python of the environment that holds a peer: llama-cpp-python or
+            ik-llama-cpp-python (default: this environment's)
     """
 
     common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "num_prompts", "batch_sizes")
@@ -235,12 +216,10 @@ class TuneOptions(Options, TargetConfig):
         batch_sizes: numbers of rows to measure
         tree_sizes: N of the candidate trees (default: 2,4,6,8,12,16; on CUDA 4,8,16,32,48,64)
         max_new_tokens: longest calibration answer in tokens
-        compile: record the steps as CUDA graphs (default: on, where they can be)
         seconds: approximate duration of the measurement
         prompts: calibration prompts: a file, hub data set or name; default: prompts that come with the package
         num_prompts: largest number of calibration prompts
         out: file to write (default: in the drafter's folder; under $DRAFTER_HOME for a drafter of the package)
-        overwrite: replace a file of --out that `drafter tune` did not write
     """
 
     kept: ClassVar = "nothing was written; a shorter measurement is --seconds 60"
@@ -248,12 +227,10 @@ class TuneOptions(Options, TargetConfig):
     batch_sizes: tuple[int, ...] = within((1, 2, 4, 8), low=1, high=1024)
     tree_sizes: tuple[int, ...] | None = within(None, low=2, high=LARGEST_TREE)
     max_new_tokens: int = within(96, low=1, high=2**24)
-    compile: bool | None = None
     seconds: float = within(150.0, above=0.0)
     prompts: str = "default"
     num_prompts: int = within(64, low=1)
     out: Path | None = None
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,11 +51,8 @@ def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> 
 
 
 def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions) -> TunedSizes:
-    """Measure the candidates of the options on a loaded target and its drafter, and choose.
-
-    Raises:
-        ValueError: no tree can be drafted, or no prompt leaves room for an answer.
-    """
+    """Measure the candidates of the options on a loaded target and its drafter, and choose; ValueError where no prompt
+    leaves room for an answer."""
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= target.max_length // 2]
     if not fitting:
         raise ValueError(
@@ -63,7 +60,7 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
         )
     rows, longest = sorted(set(options.batch_sizes)), max(map(len, fitting))
     tour = Tour(candidates(options.tree_sizes, target.device.type, drafter.config.num_outputs))
-    config = EngineConfig(method="drafter", max_num_seqs=rows[-1], compile=options.compile, tuned="none")
+    config = EngineConfig(method="drafter", max_num_seqs=rows[-1], tuned="none")
     engine = Engine(target, drafter, config, sizer=tour)
     params = SamplingParams(max_new_tokens=max(1, min(options.max_new_tokens, target.max_length - longest)))
     engine.reserve(longest + params.max_new_tokens + engine.num_nodes)

@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 
 class Item(NamedTuple):
-    """One prompt.
-
-    Attributes:
-        category: column of the results; empty when the prompt set has no categories.
-        prompt: the conversation up to a user's turn, token ids, or raw text without chat template.
-    """
+    """One prompt: a conversation up to a user's turn, token ids, or raw text without chat template. ``category``:
+    column of the results; empty when the prompt set has no categories."""
 
     category: str
     prompt: tuple[dict[str, Any], ...] | tuple[int, ...] | str
@@ -48,12 +44,7 @@ class Workload(NamedTuple):
         return encode_prompts(target, [item.prompt for item in self.items], raw=True)
 
     def take(self, num_prompts: int | None) -> "Workload":
-        """At most ``num_prompts`` prompts, taken from each category in turn; None: all.
-
-        Of the categories a, a, a, b, b three prompts are the first a, the first b, the second a.
-        """
-        if num_prompts is None or num_prompts >= len(self.items):
-            return self
+        """At most ``num_prompts`` prompts, one of each category in turn; None: all."""
         groups: dict[str, list[int]] = {}
         for place, item in enumerate(self.items):
             groups.setdefault(item.category, []).append(place)
@@ -73,16 +64,15 @@ def read_prompt_set(name: str) -> Workload:
     """A prompt set by name, a file or hub data set of prompts, or a folder of recorded traffic.
 
     The names are `evaluation` and `code` (twenty prompts each that come with the package), `default` (the package's
-    prompts for calibration) and :data:`HUB_SETS`. A row with `turns` asks the first of them; a row with `category`
-    belongs to that column of the results. Of rows of token ids, such as recorded answers, the prompts are asked as they
-    are.
+    prompts for calibration) and :data:`HUB_SETS`. A row with `turns` asks the first of them; `category` is a column of
+    the results; token ids, such as those of recorded answers, are asked as they are.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
+    from drafter.data.formats import read_traffic
     from drafter.data.reading import BUILTIN_PROMPTS, read_records
-    from drafter.data.traffic import read_traffic
 
     if name in HUB_SETS:
         return Workload(name, tuple(_hub_items(name)))

@@ -14,7 +14,6 @@ from drafter.utils.options import Options, part_of
 from drafter.utils.validate import within
 
 if TYPE_CHECKING:
-    from drafter.distill.endpoint import Endpoint
     from drafter.distill.run import Answerer, EngineAnswerer
 
 
@@ -90,7 +89,12 @@ def distill(options: DistillOptions) -> None:
 
         answerer = server = Endpoint(options.endpoint, options.model or "", options.concurrency)
         if options.target is not None:
-            _compare(server, options)
+            from drafter.data.reading import BUILTIN_PROMPTS
+            from drafter.distill.prompts import select_prompts
+            from drafter.distill.same_model import compare_models
+
+            prompts = [row.messages for row in select_prompts(BUILTIN_PROMPTS, limit=3)[0]]
+            print(*compare_models(server, options.load(is_trainable=True), prompts), sep="\n", file=sys.stderr)
     else:
         answerer = engine_answerer(options)
     report = run(
@@ -119,23 +123,3 @@ def engine_answerer(options: DistillOptions) -> "EngineAnswerer":
         states = StatesOfAnswers(options.states.expanduser(), models.target, layers)
     print(f"drafting: {plan.reason}", file=sys.stderr)
     return EngineAnswerer(Engine(models.target, models.drafter, plan, draft_model=models.draft_model), states)
-
-
-def _compare(server: "Endpoint", options: DistillOptions) -> None:
-    """Say how the server differs from the target; ValueError if the server runs another model."""
-    from drafter.data.reading import BUILTIN_PROMPTS
-    from drafter.distill.prompts import select_prompts
-    from drafter.distill.same_model import compare_models
-
-    target = options.load(is_trainable=True)
-    prompts = [row.messages for row in select_prompts(BUILTIN_PROMPTS, limit=3)[0]]
-    found = compare_models(server, target, prompts)
-    if found.is_other_model:
-        reason = "; ".join(found.lines)
-        raise ValueError(f"--endpoint {server.url} does not serve {target.name!r}; leave --target out ({reason})")
-    for line in found.lines:
-        print(f"warning: the server differs from the target: {line}", file=sys.stderr)
-    if not found.num_tokens:
-        print("warning: the server gives no token ids, so it is not compared with the target", file=sys.stderr)
-    elif not found.lines:
-        print(f"the server runs the target: {found.num_tokens} greedy tokens agree", file=sys.stderr)

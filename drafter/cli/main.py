@@ -1,8 +1,8 @@
 """The `drafter` command: a table of commands, their help, and errors in one line.
 
-`drafter WORDS --flags` looks WORDS up in `COMMANDS` and calls that function with its options, read as
-:mod:`drafter.utils.options` says: one frozen dataclass is the flags, the YAML keys, the Python arguments and the
-help. The modules named here import torch inside their functions, so that every `--help` answers at once.
+`drafter WORDS --flags` looks WORDS up in `COMMANDS` and calls that function with its options, as
+:mod:`drafter.utils.options` reads them. The modules named here import torch inside their functions, so that every
+`--help` answers at once.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ def tune(options: TuneOptions) -> None:
     from drafter.utils.provenance import check_output, run_record
 
     place = options.out or tuned_path(options.drafter)
-    check_output(place, overwrite=options.overwrite or is_tuned_file(place))
+    check_output(place, overwrite=is_tuned_file(place))
     workload = read_prompt_set(options.prompts).take(options.num_prompts)
     target = options.load()
     drafter = load_drafter(options.drafter, target)

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from drafter.data.formats import ChatMessage, Row, check_ids, parse_row
@@ -64,43 +64,32 @@ def row_features() -> Any:
 
 
 def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows, list[str]]:
-    """The token rows of files and hub data sets, from the cache of `datasets` where possible, and a report in lines.
-
-    Args:
-        names: files, or ``owner/name[:split]`` of hub data sets.
-        encoder: what to do with the rows.
+    """The token rows of files and hub data sets (``owner/name[:split]``), from the cache of `datasets` where possible,
+    and a report in lines.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`read_records` and :func:`parse_row`, and a file without a usable row.
     """
-    import datasets
+    from datasets import Dataset, concatenate_datasets
+    from datasets.exceptions import DatasetGenerationError
 
-    parts = []
+    def rows(name: str) -> Iterator[dict[str, Any]]:
+        return (row.columns() for record in read_records(name) for row in encoder.encode(record))
+
+    settings, parts = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION], []
     for name in names:
-        parts.append(_encoded(name, encoder))
+        key = json.dumps([digest_of_rows(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
+        fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        try:
+            parts.append(Dataset.from_generator(partial(rows, name), features=row_features(), fingerprint=fingerprint))
+        except DatasetGenerationError as error:
+            raise (error.__cause__ or error) from None
         if all(parts[-1]["problem"]):
             details = "; ".join(_report(parts[-1])[1:])
             raise ValueError(f"{name}: nothing to train on: {details}. Make answers with `drafter distill`")
-    whole = datasets.concatenate_datasets(parts)
+    whole = concatenate_datasets(parts)
     kept = [index for index, problem in enumerate(whole["problem"][:]) if not problem]
     return TokenRows(whole if len(kept) == len(whole) else whole.select(kept)), _report(whole)
-
-
-def _encoded(name: str, encoder: "RowEncoder") -> Any:
-    """The encoded rows of a file or hub data set as a ``datasets.Dataset``, dropped ones included."""
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    def rows() -> Iterator[dict[str, Any]]:
-        return (row.columns() for record in read_records(name) for row in encoder.encode(record))
-
-    settings = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION]
-    key = json.dumps([digest_of_rows(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
-    fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    try:
-        return Dataset.from_generator(rows, features=row_features(), fingerprint=fingerprint)
-    except DatasetGenerationError as error:
-        raise (error.__cause__ or error) from None
 
 
 def _report(dataset: Any) -> list[str]:
@@ -128,8 +117,7 @@ class RowEncoder:
     """Encodes rows with one tokenizer and its chat template.
 
     Attributes:
-        tokenizer: the target's tokenizer.
-        name: the target's name, for messages.
+        tokenizer, name: the target's, the name for messages.
         max_length: longest row in tokens; longer rows are cut, and plain text continues in a further row.
         columns: see :func:`drafter.data.formats.read_rows`.
         vocab_size: number of the target's tokens, whose output matrix may have rows to spare; None: the tokenizer's.
@@ -142,16 +130,19 @@ class RowEncoder:
     vocab_size: int | None = None
 
     def encode(self, record: RawRow) -> list[EncodedRow]:
-        """The encoded row, or the several rows of a long plain text; a dropped row has a ``problem``.
-
-        Raises:
-            ValueError: an invalid row, or a conversation for a target without a chat template.
-        """
+        """The encoded row, or the several rows of a long plain text; a dropped row has a ``problem``. ValueError for an
+        invalid row, or a conversation for a target without a chat template."""
         row = parse_row(record, columns=self.columns)
         if row.is_chat:
             found = [self._conversation(row)]
-        elif row.text is not None:
-            found = self._chunks(row.text)
+        elif row.text is not None and len(row.text) > _MOST_CHARACTERS:
+            found = [EncodedRow(problem=_TOO_MUCH)]
+        elif row.text is not None:  # with the special tokens that the tokenizer adds
+            ids = list(self.tokenizer(row.text)["input_ids"])
+            size = self.max_length or max(1, len(ids))
+            # A last token alone would train nothing.
+            pieces = [ids[start : start + size] for start in range(0, max(1, len(ids) - 1), size)]
+            found = [EncodedRow(piece, [place > 0 for place in range(len(piece))], is_foreign=True) for piece in pieces]
         else:
             answer_ids = row.token_ids or ()
             mask = [False] * len(row.prompt_ids) + [True] * len(answer_ids)
@@ -191,8 +182,8 @@ class RowEncoder:
 
     @cached_property
     def _template(self) -> Fork:
-        """The template in one process with limits of time and memory: a conversation's text and answers, or the reason
-        to drop it."""
+        """The template in one process with limits of time and memory: :meth:`_find_answers`, or the reason to drop the
+        row."""
         find_answers = replace(self)._find_answers  # of a copy, in no circle: the process ends with this encoder
 
         def find(conversation: Any) -> Any:
@@ -206,14 +197,10 @@ class RowEncoder:
     def _find_answers(self, messages: Sequence[ChatMessage], tools: Any) -> tuple[str, list[tuple[int, int, int, int]]]:
         """The rendered conversation, and of each answer four places in characters: prefix, start, end, end of the turn.
 
-        The prefix of an answer is the rendered conversation before the answer, with the opening of the assistant's
-        turn. The text of the whole conversation must begin with the prefix, so that the answer stands where the target
-        would write it. A second rendering, with a mark behind each answer, shows where the answers end; a third, of the
-        conversation up to the answer, what ends the assistant's turn.
-
-        Raises:
-            ValueError: the text lacks a prefix or an answer.
-        """
+        The prefix is the rendered conversation before the answer, with the opening of the assistant's turn; the whole
+        text must begin with it, so that the answer stands where the target would write it. A second rendering, with a
+        mark behind each answer, shows where the answers end; a third, up to the answer, what ends the assistant's turn.
+        ValueError where the text lacks a prefix or an answer."""
 
         def render(turns: Sequence[ChatMessage], *, has_opening: bool = False) -> str:
             return render_chat(self.tokenizer, turns, self.name, tools=tools, has_opening=has_opening)
@@ -250,10 +237,9 @@ class RowEncoder:
         """Token ids and mask of a rendered conversation, whose prefixes are compared token by token.
 
         The mask begins with the first token behind the prefix. Text of the template between prefix and answer is left
-        out, but for spaces, which the target writes: they may share a token with the first word. The mask ends with
-        the special token that ends the turn, or with the last token inside the answer where only text of the template
-        follows, or the answer ended at a length limit. A token of one byte covers the byte's whole character.
-        """
+        out, but for spaces, which the target writes: they may share a token with the first word. The mask ends with the
+        special token that ends the turn, or with the last token inside the answer where only text of the template
+        follows, or the answer ended at a length limit. A token of one byte covers the byte's whole character."""
         if len(text) > _MOST_CHARACTERS:
             return EncodedRow(problem=_TOO_MUCH)
 
@@ -282,16 +268,6 @@ class RowEncoder:
                 behind = closing + 1
             loss_mask[first:behind] = [True] * (behind - first)
         return EncodedRow(ids, loss_mask, is_foreign=True)
-
-    def _chunks(self, text: str) -> list[EncodedRow]:
-        """Plain text with the special tokens that the tokenizer adds; all tokens but the first are trained on."""
-        if len(text) > _MOST_CHARACTERS:
-            return [EncodedRow(problem=_TOO_MUCH)]
-        ids = list(self.tokenizer(text)["input_ids"])
-        size = self.max_length or max(1, len(ids))
-        # A last token alone would train nothing.
-        pieces = [ids[start : start + size] for start in range(0, max(1, len(ids) - 1), size)]
-        return [EncodedRow(piece, [place > 0 for place in range(len(piece))], is_foreign=True) for piece in pieces]
 
     def _cut(self, row: EncodedRow) -> EncodedRow:
         """The row, cut at the maximal length; dropped if nothing is trained on."""

@@ -1,7 +1,7 @@
 """Rows of any known format, parsed into messages.
 
-The keys of a row show its format, in the order of this table. Rows of tokens are what
-every answerer of this package writes, what a server records, and what vLLM replies (``choices[0].token_ids``).
+The keys of a row show its format, in the order of this table. Rows of tokens are what every answerer of this package
+writes, what a server records, and what vLLM replies (``choices[0].token_ids``).
 
 =========== ============================================= =====================================
 format      keys                                          becomes
@@ -18,14 +18,15 @@ A row may have ``tools``, the functions that were offered; the target's chat tem
 reasoning or tool calls need token ids: as text they are not used.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from drafter.data.reading import RawRow, read_records
+from drafter.data.reading import RawRow, read_json_lines, read_records
 from drafter.utils.parse import validated
 
 _FORMAT_KEYS = ("prompt_token_ids", "messages", "conversations", "prompt", "turns", "text")
@@ -119,27 +120,21 @@ class Row(BaseModel):
 
 
 def read_rows(name: str | Path, *, columns: Mapping[str, str] | None = None) -> Iterator[Row]:
-    """The rows of a file (.jsonl, .json, both also .gz; .parquet, .csv) or of a hub data set, one by one.
+    """The rows of a file (.jsonl, .json, both also .gz; .parquet, .csv) or of a hub data set ``owner/name[:split]``.
 
-    Args:
-        name: path, or ``owner/name[:split]`` of a hub data set.
-        columns: our key -> the file's key, such as ``{"prompt": "question"}``.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: an invalid row, with its file and line.
+    ``columns``: our key -> the file's key, such as ``{"prompt": "question"}``. FileNotFoundError; ValueError for an
+    invalid row, with its file and line.
     """
-    for record in read_records(name):
-        yield parse_row(record, columns=columns)
+    return (parse_row(record, columns=columns) for record in read_records(name))
 
 
 def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Row:
     """The parsed row; ValueError with its place if no key is known or the turns are out of order."""
     fields, where = record
-    for ours, theirs in (columns or {}).items():
-        if theirs not in fields:
-            raise ValueError(f"{where}: --column {ours}={theirs}: the row has no key {theirs!r}{_keys(fields)}")
     if columns:  # a named format goes before all others
+        for ours, theirs in columns.items():
+            if theirs not in fields:
+                raise ValueError(f"{where}: --column {ours}={theirs}: the row has no key {theirs!r}{_keys(fields)}")
         others = _FORMAT_KEYS if not columns.keys().isdisjoint(_FORMAT_KEYS) else ()
         named = {ours: fields[theirs] for ours, theirs in columns.items()}
         fields = {key: value for key, value in fields.items() if key not in others} | named
@@ -152,9 +147,9 @@ def parse_row(record: RawRow, *, columns: Mapping[str, str] | None = None) -> Ro
             f"{where}: no known keys{_keys(fields)}; known are messages, conversations, prompt, turns, text: rename "
             "the keys, or give --column to distill and data inspect"
         )
-    common = {"id": fields.get("id", fields.get("question_id")), "is_cut": fields.get("finish_reason") == "length"}
-    common |= {"tools": fields["tools"]} if "tools" in fields else {}
-    return validated(Row, found | common | {"where": where}, where)
+    found |= {"id": fields.get("id", fields.get("question_id")), "is_cut": fields.get("finish_reason") == "length"}
+    found |= {"tools": fields["tools"]} if "tools" in fields else {}
+    return validated(Row, found | {"where": where}, where)
 
 
 def _content_of(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,3 +188,43 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
 
 def _keys(fields: Mapping[str, Any]) -> str:
     return f" (the row has {', '.join(repr(str(key)[:40]) for key in fields)})" if fields else " (the row is empty)"
+
+
+# -- recorded traffic ----------------------------------------------------------------------------------------------
+
+
+class TrafficRow(NamedTuple):
+    """One answer: the tokens of its prompt, and its own."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+
+
+def read_traffic(path: str | Path, *, vocab_size: int | None = None) -> list[TrafficRow]:
+    """The rows of a file, or of all ``.jsonl`` files of a folder in the order of their names; equal rows count once.
+
+    A server may be writing: a last line that is not written to its end is left out, and a file of a folder may be gone
+    before it is read. ``vocab_size``: the target's, which refuses larger token ids.
+
+    Raises:
+        ValueError: a row without ``prompt_token_ids`` and ``token_ids``, an id outside the vocabulary, or no row with
+            tokens in both; names file and line.
+        OSError: no such file or folder.
+    """
+    path = Path(path).expanduser()
+    is_folder = path.is_dir()
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], TrafficRow] = {}
+    for file in sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if is_folder else [path]:
+        with contextlib.suppress(*[FileNotFoundError] if is_folder else []):
+            for record in read_json_lines(file, str(file), skip_torn=True):
+                ids = ids_of(record.fields)
+                if lacking := [name for name, value in ids.items() if value is None]:
+                    raise ValueError(f"{record.where} lacks {', '.join(lacking)}: the row is no recorded answer")
+                row = parse_row(RawRow(ids, record.where))
+                if vocab_size is not None:
+                    check_ids((*row.prompt_ids, *(row.token_ids or ())), vocab_size, row.where)
+                if row.prompt_ids and row.token_ids:
+                    rows[row.prompt_ids, row.token_ids] = TrafficRow(list(row.prompt_ids), list(row.token_ids))
+    if not rows:
+        raise ValueError(f"{path} holds no recorded answers: name a folder of `drafter serve --record`")
+    return list(rows.values())

@@ -20,9 +20,8 @@ class TrainLoader:
     """An endless stream of batches, handed out one epoch's worth per ``iter``.
 
     The order depends on (seed, epoch) and the data alone. Under data parallelism rank r takes every ``world_size``-th
-    batch from the r-th on. The last batches of an epoch that do not reach all ranks are left out, so that all ranks
-    make as many steps. A new loader with the ``state_dict`` of k batches continues with batch k + 1. The next ``iter``
-    continues where an unfinished one stopped, so that a shortened epoch skips no data.
+    batch from the r-th on, and the last batches that do not reach all ranks are left out. A new loader with the
+    ``state_dict`` of k batches continues with batch k + 1; the next ``iter`` continues where an unfinished one stopped.
     """
 
     def __init__(self, rows: TokenRows, *, batch_tokens: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -75,9 +74,8 @@ class TrainLoader:
 class ValLoader:
     """The same batches in the same order at every ``iter``; rank r takes every ``world_size``-th.
 
-    All ranks get the same number of batches, since they meet in every forward: the largest batches are cut in two. So
-    the loss of a validation does not depend on the number of processes. Rows are repeated only if there are fewer rows
-    than ranks.
+    All ranks get the same number of batches, since they meet in every forward: the largest batches are cut in two. Rows
+    are repeated only if there are fewer rows than ranks.
     """
 
     def __init__(self, rows: TokenRows, *, batch_tokens: int, rank: int = 0, world_size: int = 1) -> None:
@@ -97,10 +95,10 @@ class ValLoader:
 
 
 def plan_epoch(length_X: Tensor, *, batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone.
+    """Which rows form each batch of an epoch: every row once, shuffled by (seed, epoch) alone, batches in random order.
 
     A batch holds as many rows of similar length as fit ``rows x longest row <= batch_tokens`` (one row if that row
-    alone is longer), where the longest row counts with its padding. Batches come in random order.
+    alone is longer), where the longest row counts with its padding.
     """
     # A hash of the whole key: neighbouring epochs and seeds do not share their streams.
     digest = hashlib.blake2b(repr(("epoch", seed, epoch)).encode(), digest_size=8).digest()

@@ -20,8 +20,6 @@ class DataOptions(Checked):
         foreign_answers: train on answers although the settings file beside them names another target.
         cache_hidden_states: folder for the target's hidden states, which are computed once and read in every epoch. The
             cache takes 2 bytes x hidden size per kept position, and rounds the states to bfloat16.
-        hidden_states: folder of the target's hidden states that vLLM or speculators stored, read instead of computed.
-            Every row needs a file with its tokens.
     """
 
     prefix: ClassVar[str] = "--data."
@@ -32,15 +30,9 @@ class DataOptions(Checked):
     columns: dict[str, str] | None = None
     foreign_answers: bool = False
     cache_hidden_states: str | None = None
-    hidden_states: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_states is not None and self.cache_hidden_states is not None:
-            raise ValueError(
-                f"--data.hidden_states {self.hidden_states} is read and --data.cache_hidden_states "
-                f"{self.cache_hidden_states} computed: give one of them"
-            )
         if self.batch_tokens < self.max_length:
             raise ValueError(
                 f"--data.batch_tokens {self.batch_tokens} must be at least --data.max_length {self.max_length}: "

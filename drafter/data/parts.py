@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafter.data.encode import RowEncoder, encode_files
-from drafter.data.hidden_states import cache_states, open_stored_states
+from drafter.data.hidden_states import cache_states
 from drafter.data.options import DataOptions
 from drafter.data.reading import digest_of_rows
 from drafter.data.rows import TokenRows, split_by_prompt
@@ -25,19 +25,16 @@ class Parts(NamedTuple):
 def read_parts(
     names: Sequence[str], target: Target, options: DataOptions, say: Callable[[str], object] = print
 ) -> Parts:
-    """The rows of files, encoded with the target's tokenizer.
+    """The rows of files (.jsonl, .json, both also .gz; .parquet, .csv) or hub data sets, encoded with the target's
+    tokenizer.
 
-    `datasets` reads and tokenises the files once and keeps the token rows in its cache folder (HF_DATASETS_CACHE), in
-    which other processes find them. Rows with ``prompt_token_ids`` and ``token_ids`` are taken as they are.
-
-    Args:
-        names: files (.jsonl, .json, both also .gz; .parquet, .csv) or hub data sets (owner/name:split).
-        target: also tells answers of another target, by the settings file beside them.
-        options: what to hold out and to train on.
-        say: takes the lines of a report.
+    `datasets` reads and tokenises a file once and keeps the token rows in its cache folder (HF_DATASETS_CACHE), in
+    which other processes find them. ``say`` takes the lines of a report.
 
     Raises:
-        ValueError: unreadable rows, one prompt alone, or another target's answers; names file and flag.
+        ValueError: unreadable rows, one prompt alone, or another target's answers, by the settings file beside them;
+        names
+            file and flag.
     """
     if target.tokenizer is None:
         raise ValueError(f"--target {target.name}: the folder holds no tokenizer, which the rows of a training need")
@@ -52,9 +49,10 @@ def read_parts(
     val_names = (options.val,) if isinstance(options.val, str) else options.val
     if isinstance(val_names, tuple):
         train, val = read(names, "train"), read(val_names, "val")
+        names = [*names, *val_names]
     else:
         train, val = split_by_prompt(read(names, "train"), val_names)
-    for name in () if options.foreign_answers else (*names, *(val_names if isinstance(val_names, tuple) else ())):
+    for name in () if options.foreign_answers else names:
         settings = Path(f"{name}.settings.json")
         written = read_json_object(settings).get("target_fingerprint") if settings.is_file() else None
         if written is not None and not same_fingerprint(str(written), target.fingerprint):
@@ -66,32 +64,23 @@ def read_parts(
 
 
 def with_states(
-    parts: Parts, target: Target, options: DataOptions, *, draft_length: int, context_layers: Sequence[int] = ()
+    parts: Parts, target: Target, options: DataOptions, draft_length: int, context_layers: Sequence[int] = ()
 ) -> Parts:
-    """The rows with the target's hidden states where ``options`` name a folder: computed first where they are missing,
-    or as another engine stored them.
-
-    Their batches carry ``hidden_BTD`` (and ``context_BTC`` with ``context_layers``), and their rows begin
-    ``draft_length + 1`` positions before the first token that is trained on.
-
-    Raises:
-        ValueError: unfit files of states.
-        OSError: the disk has no room for the states.
-    """
-    shape: dict[str, Any] = {"margin": draft_length + 1, "context_layers": context_layers}
-    if options.hidden_states is not None:
-        return Parts(**open_stored_states(options.hidden_states, parts._asdict(), target, **shape))
-    if options.cache_hidden_states is not None:
-        folder, size = options.cache_hidden_states, options.batch_tokens
-        return Parts(*(cache_states(folder, rows, target, batch_tokens=size, **shape) for rows in parts))
-    return parts
+    """The rows with the target's hidden states where ``options`` name a folder, which are computed first where they are
+    missing. Their batches begin ``draft_length + 1`` positions before the first token that is trained on. OSError: the
+    disk has no room for the states."""
+    if options.cache_hidden_states is None:
+        return parts
+    folder, margin, size = options.cache_hidden_states, draft_length + 1, options.batch_tokens
+    return Parts(*(cache_states(folder, rows, target, margin, context_layers, size) for rows in parts))
 
 
 def summary_of(names: Sequence[str], rows: TokenRows, train_on: str) -> dict[str, Any]:
     """Rows to train on in numbers, and each file by name, with a hash of its bytes (None for data of the hub)."""
-    files = {name: Path(name).is_file() for name in names}
-    described = [
-        {"name": Path(name).name if is_file else name, "sha256": digest_of_rows(name) if is_file else None}
-        for name, is_file in files.items()
+    files = [
+        {"name": Path(name).name, "sha256": digest_of_rows(name)}
+        if Path(name).is_file()
+        else {"name": name, "sha256": None}
+        for name in names
     ]
-    return {"files": described, "rows": len(rows), "trained_tokens": rows.num_trained_tokens, "train_on": train_on}
+    return {"files": files, "rows": len(rows), "trained_tokens": rows.num_trained_tokens, "train_on": train_on}

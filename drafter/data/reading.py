@@ -38,10 +38,7 @@ class RawRow(NamedTuple):
 
 
 def read_records(name: str | Path) -> Iterator[RawRow]:
-    """The raw rows of a file or hub data set, one by one.
-
-    Args:
-        name: path, or ``owner/name[:split]`` of a hub data set, which is read without a copy on the disk.
+    """The raw rows of a file, or of a hub data set ``owner/name[:split]``, which is read without a copy on the disk.
 
     Raises:
         FileNotFoundError: no such file.
@@ -50,8 +47,10 @@ def read_records(name: str | Path) -> Iterator[RawRow]:
     """
     name, record = str(name), None
     path = _file_of(name)
-    for record in _hub_rows(name) if path is None else _file_rows(path, name):
-        yield record
+    with contextlib.nullcontext() if path else reading(name, is_hub=True):
+        found = [(each, f"{name}, {each.rpartition('/')[2]}") for each in ([] if path else _hub_files(name))]
+        for record in itertools.chain.from_iterable(itertools.starmap(_file_rows, [(path, name)] if path else found)):
+            yield record
     if record is None:
         raise ValueError(f"{name} holds no rows")
 
@@ -67,15 +66,10 @@ def digest_of_rows(name: str) -> str:
 
 
 def read_json_lines(path: Path | str, name: str, *, skip_torn: bool = False) -> Iterator[RawRow]:
-    """The objects of a file of JSON lines, perhaps packed.
+    """The objects of a file of JSON lines, perhaps packed, or of its address on the hub; ``name`` is for messages.
 
-    Args:
-        path: the file, or its address on the hub.
-        name: of the file, for messages.
-        skip_torn: leave a last line out, with a note, that has no line feed: a server is writing it.
-
-    Raises:
-        ValueError: a pipe, damage, a line beyond the limit, or a line that is no JSON object.
+    ``skip_torn`` leaves a last line out, with a note, that has no line feed: a server is writing it. ValueError for a
+    pipe, damage, a line beyond the limit, or a line that is no JSON object.
     """
     with _open(path, name) as stream:
         for number, line in read_lines(stream, name):
@@ -93,12 +87,9 @@ def _open(path: Path | str, name: str) -> Iterator[BinaryIO]:
         raise ValueError(f"{name} is no regular file: write the rows to a file first")  # a pipe would be waited for
     try:
         with contextlib.ExitStack() as stack:
-            if isinstance(path, Path):
-                stream: Any = stack.enter_context(path.open("rb"))
-            else:
-                import fsspec
+            import fsspec
 
-                stream = stack.enter_context(fsspec.open(path, "rb"))
+            stream: Any = stack.enter_context(path.open("rb") if isinstance(path, Path) else fsspec.open(path, "rb"))
             if str(path).lower().endswith(".gz"):
                 stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
             yield stream
@@ -141,10 +132,7 @@ def _csv_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
             yield RawRow({key: value for key, value in item.items() if value is not None}, f"{name}, row {number}")
     except (csv.Error, UnicodeDecodeError) as error:
         place = f"{name}, line {reader.line_num}" if reader.line_num else name
-        is_text = isinstance(error, csv.Error)
-        why = (
-            f"the file cannot be read ({error})" if is_text else "the text is not UTF-8: save the file in this encoding"
-        )
+        why = f"the file cannot be read ({error})" if isinstance(error, csv.Error) else parse.NOT_UTF8
         raise ValueError(f"{place}: {why}") from error
 
 
@@ -174,13 +162,6 @@ def _parquet_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
 def _check_columns(number: int, name: str) -> None:
     if number > _MOST_COLUMNS:
         raise ValueError(f"{name}: {number:,} columns are more than {_MOST_COLUMNS:,}: name rows by line, as JSON")
-
-
-def _hub_rows(name: str) -> Iterator[RawRow]:
-    """The rows of the files of a hub data set, within the limits of all files."""
-    with reading(name, is_hub=True):
-        for address in _hub_files(name):
-            yield from _file_rows(address, f"{name}, {address.rpartition('/')[2]}")
 
 
 def _file_of(name: str) -> Path | None:

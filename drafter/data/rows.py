@@ -19,20 +19,13 @@ _MAX_TEXT_PROMPT = 32
 _MIN_PROMPT = 2  # the token at the start of every text, and one token of the text
 
 
-class TokenRow(NamedTuple):
-    """One row: token_T int64, loss_mask_T bool, True where a token is trained on."""
-
-    token_T: Tensor
-    loss_mask_T: Tensor
-
-
 class ChatBatch(NamedTuple):
     """Rows padded on the right with token 0.
 
     Attributes:
         token_BT: int64.
         loss_mask_BT: bool, True where the token at this position is trained on (an answer's token, never padding).
-        hidden_BTD: the target's final hidden states of these tokens, when they come from a cache; None otherwise.
+        hidden_BTD: the target's final hidden states of these tokens, from a cache; None otherwise.
         context_BTC: context of the drafter, if a cache holds a context other than ``hidden_BTD``.
     """
 
@@ -43,13 +36,7 @@ class ChatBatch(NamedTuple):
 
 
 def collate(rows: Sequence[tuple[Tensor, Tensor]]) -> ChatBatch:
-    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``PAD_MULTIPLE``.
-
-    >>> batch = collate([(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
-    ...                  (torch.tensor([8]), torch.tensor([True]))])
-    >>> batch.token_BT.tolist()
-    [[5, 6, 7, 0, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0, 0]]
-    """
+    """Stack (token_T, loss_mask_T) rows of different lengths; T is rounded up to a multiple of ``PAD_MULTIPLE``."""
     tokens, masks = zip(*rows, strict=True)
     return ChatBatch(stack(tokens), stack(masks))
 
@@ -93,17 +80,17 @@ class TokenRows:
         """A column of numbers, int64 [R]."""
         return torch.tensor(self.dataset.select_columns([name])[:][name], dtype=torch.int64)
 
-    def take(self, rows: Sequence[int]) -> list[TokenRow]:
-        """These rows, in this order."""
+    def take(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """token_T, int64, and loss_mask_T, True where a token is trained on, of these rows in this order."""
         found = self._tensors[list(rows)]
         starts = [0] * len(rows) if self.start_X is None else self.start_X[list(rows)].tolist()
         tokens, masks = found["token_ids"], found["loss_mask"]
         if self.everything:
             masks = [torch.arange(len(token_T)) > 0 for token_T in tokens]
-        return [TokenRow(token_T[i:], mask_T[i:]) for token_T, mask_T, i in zip(tokens, masks, starts, strict=True)]
+        return [(token_T[i:], mask_T[i:]) for token_T, mask_T, i in zip(tokens, masks, starts, strict=True)]
 
-    def row(self, index: int) -> TokenRow:
-        """One row."""
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
+        """One row, as of :meth:`take`."""
         return self.take([index])[0]
 
     def batch(self, rows: Sequence[int]) -> ChatBatch:
@@ -111,14 +98,10 @@ class TokenRows:
         return collate(self.take(rows))
 
     def prompt_ids(self, index: int) -> list[int]:
-        """The tokens of a row before the first one that is trained on.
-
-        Plain text has no prompt. The first tokens take the place, without the row's last token.
-        """
+        """The tokens of a row before the first one that is trained on; of plain text its first ones, never the last."""
         token_T, loss_mask_T = self.row(index)
         num_prompt = int(loss_mask_T.to(torch.uint8).argmax())
-        prompt_T = token_T[:num_prompt] if num_prompt > 1 else token_T[:-1][:_MAX_TEXT_PROMPT]
-        return prompt_T.tolist()
+        return (token_T[:num_prompt] if num_prompt > 1 else token_T[:-1][:_MAX_TEXT_PROMPT]).tolist()
 
     def prompts(self, num: int) -> list[list[int]]:
         """Token ids of the first ``num`` different prompts (ValueError: no row is long enough for one)."""
@@ -158,20 +141,16 @@ class TokenRows:
 
 
 def split_by_prompt(rows: TokenRows, share: float) -> tuple[TokenRows, TokenRows]:
-    """Rows to train on and held-out rows; all answers to a prompt are on the same side.
+    """Rows to train on and held-out rows, of at least one prompt; all answers to a prompt are on the same side.
 
-    The hash of a prompt's tokens decides its side, so the split does not depend on the order of rows or files. At least
-    one prompt is held out.
-
-    Raises:
-        ValueError: fewer than two different prompts.
+    The hash of a prompt's tokens decides its side, so the split does not depend on the order of rows or files.
+    ValueError for fewer than two different prompts.
     """
     digests = [prompt_digest(rows.prompt_ids(index)) for index in range(len(rows))]
     unique = sorted(set(digests))
     if len(unique) < 2:
         raise ValueError("the training data hold one prompt, so no prompt can be held out: give --data.val files")
-    num_held_out = min(len(unique) - 1, max(1, round(share * len(unique))))
-    held_out = set(unique[:num_held_out])
+    held_out = set(unique[: min(len(unique) - 1, max(1, round(share * len(unique))))])
     train = [index for index, digest in enumerate(digests) if digest not in held_out]
     val = [index for index, digest in enumerate(digests) if digest in held_out]
     return rows.select(train), rows.select(sorted(val, key=lambda index: digests[index]))

@@ -33,11 +33,8 @@ class Endpoint(Client):
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
-        """The row of each wanted answer in order of arrival; None where the server refused the prompt.
-
-        Raises:
-            OSError: the server is unusable: address, model, key, unknown tokens, or no answer after all retries.
-        """
+        """The row of each wanted answer in order of arrival; None where the server refused the prompt. OSError: the
+        server is unusable: address, model, key, unknown tokens, or no answer after all retries."""
         stop, is_told = threading.Event(), False
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))
@@ -53,7 +50,19 @@ class Endpoint(Client):
 
     def _ask(self, item: WantedAnswer, stop: threading.Event) -> dict[str, Any] | ServerError:
         """The row of the answer, or the refusal of the prompt; OSError if the server is unusable."""
-        body, problem = _body(self.model, item), ""
+        params, problem = item.params, ""
+        # What the user asks for: OpenAI has no top_k and min_p, but vLLM and SGLang do.
+        named = {each.name: getattr(params, each.name) for each in fields(SamplingSettings)}
+        asked = {each.name: named[each.name] for each in fields(SamplingSettings) if named[each.name] != each.default}
+        asked.pop("max_new_tokens", None)
+        body = {
+            "model": self.model,
+            "messages": list(item.prompt.messages),
+            **asked,
+            "max_tokens": params.max_new_tokens,
+        }
+        body |= {"temperature": params.temperature, "seed": params.seed % 2**31}
+        body |= {"tools": list(item.prompt.tools)} if item.prompt.tools else {}
         for attempt in range(_ATTEMPTS):
             if attempt and stop.wait(_PAUSE * 2 ** (attempt - 1)):
                 break
@@ -76,13 +85,3 @@ class Endpoint(Client):
             f"{self.chat_url} gave no answer in {_ATTEMPTS} attempts ({problem}); finished answers are "
             "kept, run the same command again to continue"
         )
-
-
-def _body(model: str, wanted: WantedAnswer) -> dict[str, Any]:
-    prompt, params = wanted.prompt, wanted.params
-    # What the user asks for: OpenAI has no top_k and min_p, but vLLM and SGLang do.
-    asked = {each.name: v for each in fields(SamplingSettings) if (v := getattr(params, each.name)) != each.default}
-    asked.pop("max_new_tokens", None)
-    asked |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed % 2**31}
-    asked |= {"tools": list(prompt.tools)} if prompt.tools else {}
-    return {"model": model, "messages": list(prompt.messages), **asked}

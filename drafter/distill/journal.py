@@ -10,11 +10,10 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafter.data.reading import read_json_lines
 from drafter.utils.fingerprint import same_fingerprint
@@ -22,8 +21,7 @@ from drafter.utils.io import locked, write_atomic
 from drafter.utils.parse import read_json_object
 
 
-@dataclass(frozen=True)
-class Journal:
+class Journal(NamedTuple):
     """An open file of rows; ``rows`` are those that it held when it was opened, in order."""
 
     file: FileIO
@@ -38,12 +36,8 @@ class Journal:
 
 @contextmanager
 def open_journal(path: str | Path, settings: Mapping[str, Any], keys: Mapping[str, type]) -> Iterator[Journal]:
-    """The journal of the file ``path``, with its settings in ``path + ".settings.json"``.
-
-    Args:
-        path: the .jsonl file.
-        settings: what a later run must agree on.
-        keys: keys that every row has, with their types.
+    """The journal of the .jsonl file ``path``, with its settings, which a later run must agree on, in ``path +
+    ".settings.json"``. ``keys``: what every row has, with the types.
 
     Raises:
         ValueError: the file has other settings, is damaged in the middle, or is open in another run.
@@ -56,7 +50,23 @@ def open_journal(path: str | Path, settings: Mapping[str, Any], keys: Mapping[st
         if is_locked is False:
             raise ValueError(f"--out {path}: another run is writing this file; give each run its own")
         size = file.seek(0, os.SEEK_END)
-        _agree_on_settings(path, json.loads(json.dumps(settings)), is_new=size == 0)
+        place, plain = path.with_name(path.name + ".settings.json"), json.loads(json.dumps(settings))
+        if not size:
+            write_atomic(place, json.dumps(settings, indent=2, ensure_ascii=False) + "\n", follows_links=False)
+        elif not place.is_file():
+            raise ValueError(
+                f"--out {path} holds rows but no {place.name} lies beside it, so it cannot be continued: give another "
+                "--out"
+            )
+        recorded = read_json_object(place)
+        for name in {**plain, **recorded}:
+            now, then = plain.get(name), recorded.get(name)
+            is_same = name == "target_fingerprint" and same_fingerprint(str(now), str(then))
+            if now != then and not is_same:
+                raise ValueError(
+                    f"--out {path} was written with {name} = {short(then)}, now it is {short(now)}: use the same "
+                    "settings to continue, or another --out"
+                )
         if size:
             with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
                 file.truncate(content.rfind(b"\n") + 1)
@@ -69,24 +79,3 @@ def open_journal(path: str | Path, settings: Mapping[str, Any], keys: Mapping[st
             yield Journal(file, [record.fields for record in records])
         finally:
             os.fsync(file.fileno())
-
-
-def _agree_on_settings(path: Path, settings: dict[str, Any], *, is_new: bool) -> None:
-    """Record the settings of a new file; ValueError if those of an earlier run differ or are missing."""
-    place = path.with_name(path.name + ".settings.json")
-    if is_new:
-        write_atomic(place, json.dumps(settings, indent=2, ensure_ascii=False) + "\n", follows_links=False)
-        return
-    if not place.is_file():
-        raise ValueError(
-            f"--out {path} holds rows but no {place.name} lies beside it, so it cannot be continued: give another --out"
-        )
-    recorded = read_json_object(place)
-    for name in {**settings, **recorded}:
-        now, then = settings.get(name), recorded.get(name)
-        is_same = name == "target_fingerprint" and same_fingerprint(str(now), str(then))
-        if now != then and not is_same:
-            raise ValueError(
-                f"--out {path} was written with {name} = {short(then)}, now it is {short(now)}: use the same settings "
-                "to continue, or another --out"
-            )

@@ -36,11 +36,8 @@ _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of 
 
 
 def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
-    """The template before the user's words, and the parameters that sample the words and end after them.
-
-    Raises:
-        ValueError: the template does not open, show once and end a user message.
-    """
+    """The template before the user's words, and the parameters that sample the words and end after them; ValueError
+    where the template does not open, show once and end a user message."""
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
     render = partial(render_chat, tokenizer, name=name, has_opening=False)
     with closing(Fork(render, what_runs(name))) as fork:
@@ -87,21 +84,20 @@ def invent_prompts(
     """Let the target invent prompts for a .jsonl file, which a later call continues; counts of dropped ones by reason.
 
     The seed of candidate i depends on i, and candidates are judged in order, so an interrupted run ends with the same
-    prompts. ``recorded``: further settings that determine the texts, such as the target's fingerprint.
-
-    Raises:
-        ValueError: the target invents almost no usable prompt.
+    prompts. ``recorded``: further settings that determine the texts, such as the target's fingerprint. ValueError: the
+    target invents almost no usable prompt.
     """
     dropped = Counter[str]()
     tokenizer: Any = engine.target.tokenizer
     opening_ids, params = user_opening(tokenizer, engine.target.name)
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    settings = {
+        "max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p,
+        "first_words": _MAX_WORDS, "seed": seed, **recorded,
+    }  # fmt: skip
     prompts = [str(row.messages[0]["content"]) for row in select_prompts(BUILTIN_PROMPTS)[0]]
     with (
-        open_journal(
-            path, {**sampling, "first_words": _MAX_WORDS, "seed": seed, **recorded}, {"candidate": int, "prompt": str}
-        ) as journal,
+        open_journal(path, settings, {"candidate": int, "prompt": str}) as journal,
         tqdm(total=num_prompts, initial=min(len(journal.rows), num_prompts), desc="inventing", unit="prompt") as bar,
     ):
         found = {row["prompt"] for row in journal.rows}

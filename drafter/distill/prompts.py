@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafter.decoding.params import SamplingParams, SamplingSettings
 from drafter.utils.validate import within
@@ -41,14 +41,11 @@ def select_prompts(
     limit: int | None = None,
     exclude: str | Path | None = None,
 ) -> "tuple[list[Row], Counter[str]]":
-    """The prompts of a file, each conversation up to its last user turn, and counts of the prompts left out by reason.
-
-    Repeated prompts are left out. A row without an id gets a hash of its messages as id. An id that another prompt has
-    already gets a suffix.
+    """The prompts of a file or hub data set, each conversation up to its last user turn, and counts of the prompts left
+    out by reason. Repeated prompts are left out. A row without an id of its own gets a hash of its messages.
 
     Args:
-        name: file or hub data set.
-        columns: see :func:`drafter.data.formats.read_rows`.
+        name, columns: see :func:`drafter.data.formats.read_rows`.
         limit: largest number of prompts.
         exclude: file of texts, such as the prompts of an evaluation. A prompt is left out if one of its turns has all
             the words of a turn of these texts, or 13 consecutive words.
@@ -87,9 +84,6 @@ def select_prompts(
     return list(found.values()), left_out
 
 
-# -- answers to the prompts ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AnswerSettings(SamplingSettings):
     """The answers to each prompt. The settings file beside the answers records all settings.
@@ -116,8 +110,7 @@ class AnswerSettings(SamplingSettings):
             )
 
 
-@dataclass(frozen=True)
-class WantedAnswer:
+class WantedAnswer(NamedTuple):
     """An answer to make: prompt, number among the prompt's answers, temperature and seed among the parameters."""
 
     prompt: "Row"
@@ -152,9 +145,7 @@ def derive_seed(*key: int | str) -> int:
 
 def row_of(wanted: WantedAnswer, answer: "Request | Reply", num_tokens: int = 0) -> dict[str, Any]:
     """The row to write: the conversation, and the tokens of prompt and answer, which training uses as they are.
-
-    ``num_tokens``: the count of a server that gives no tokens.
-    """
+    ``num_tokens``: the count of a server that gives no tokens."""
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,

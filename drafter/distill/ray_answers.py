@@ -1,8 +1,7 @@
 """Answers of engines on a Ray cluster.
 
-Ray Data runs one engine per worker and sends batches to free workers. Another worker answers the batch of a lost one.
-Only this process writes rows. A seed depends on the prompt's id and the answer's number, so every worker makes the same
-answer.
+Ray Data runs one engine per worker and sends batches to free workers; another worker answers the batch of a lost one.
+A seed depends on the prompt's id and the answer's number, so every worker makes the same answer.
 """
 
 import json
@@ -43,10 +42,8 @@ class ClusterOptions:
 class RayAnswerer:
     """Answers by engines on a Ray cluster.
 
-    Attributes:
-        make: makes a worker's engine, on the worker's machine, where target and drafter must exist.
-        options: cluster and resources.
-        batch_size: prompts in a batch. A lost batch is answered again as a whole.
+    ``make`` makes a worker's engine, on the worker's machine, where target and drafter must exist. A lost batch of
+    ``batch_size`` prompts is answered again as a whole.
     """
 
     make: "Callable[[], EngineAnswerer]"
@@ -70,13 +67,10 @@ class RayAnswerer:
             ray.data.DataContext.get_current().enable_progress_bars = False
             batches = ray.data.range(len(wanted), override_num_blocks=math.ceil(len(wanted) / self.batch_size))
             answered = batches.map_batches(
-                _RayEngine,
-                fn_constructor_args=(self.make, wanted),
-                batch_size=self.batch_size,
-                concurrency=self.options.ray_workers,
-                num_gpus=self.options.ray_gpus or None,
+                _RayEngine, fn_constructor_args=(self.make, wanted), batch_size=self.batch_size,
+                concurrency=self.options.ray_workers, num_gpus=self.options.ray_gpus or None,
                 num_cpus=self.options.ray_cpus,
-            )
+            )  # fmt: skip
             for row in answered.iter_rows():
                 yield json.loads(row["answer"])
 

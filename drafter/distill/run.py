@@ -18,16 +18,9 @@ from tqdm import tqdm
 
 from drafter.data.hidden_states import StatesOfAnswers
 from drafter.data.reading import BUILTIN_PROMPTS
-from drafter.distill.journal import Journal, open_journal
+from drafter.distill.journal import open_journal
 from drafter.distill.magpie import invent_prompts
-from drafter.distill.prompts import (
-    AnswerSettings,
-    AnswerStream,
-    WantedAnswer,
-    missing_answers,
-    row_of,
-    select_prompts,
-)
+from drafter.distill.prompts import AnswerSettings, AnswerStream, WantedAnswer, missing_answers, row_of, select_prompts
 from drafter.engine.engine import Engine
 from drafter.targets.chat import Chat
 
@@ -38,14 +31,8 @@ NO_ANSWER = "prompts without an answer: refused by the server, or too long for t
 
 @dataclass
 class DistillReport:
-    """Counts of a run.
-
-    Attributes:
-        num_prompts, num_answers: prompts, and answers that the whole file shall hold.
-        num_done_before, num_new: answers of earlier runs, and of this run.
-        num_tokens, seconds: tokens of this run's answers, and the time from the first request to the last answer.
-        notes: further counts, by what was counted.
-    """
+    """Counts of a run: of the prompts, of the answers that the whole file shall hold, that earlier runs and this run
+    made, of tokens and seconds of this run, and ``notes``, further counts by what was counted."""
 
     num_prompts: int = 0
     num_answers: int = 0
@@ -77,10 +64,8 @@ class Answerer(Protocol):
 
 @dataclass
 class EngineAnswerer:
-    """Answers by an engine of this process; a drafter makes the same answers faster.
-
-    ``states``: keeps the hidden states of the answers, of an engine that keeps these layers.
-    """
+    """Answers by an engine of this process; a drafter makes the same answers faster. ``states``: keeps the hidden
+    states of the answers, of an engine that keeps these layers."""
 
     engine: Engine
     states: StatesOfAnswers | None = None
@@ -92,7 +77,6 @@ class EngineAnswerer:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See :class:`Answerer`."""
         target = self.engine.target
         return {"target_fingerprint": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
 
@@ -138,17 +122,15 @@ def distill(
     columns: Mapping[str, str] | None = None,
     exclude: str | None = None,
 ) -> DistillReport:
-    """Answer prompts and append the answers to ``out``, one row each (:func:`drafter.distill.prompts.row_of`).
+    """Answer prompts and append the answers to ``out``, a .jsonl file, one row each
+    (:func:`drafter.distill.prompts.row_of`); an existing file is continued.
 
     Args:
         answerer: an engine (:class:`EngineAnswerer`), a server (:class:`drafter.distill.endpoint.Endpoint`) or a
             cluster (:class:`drafter.distill.ray_answers.RayAnswerer`).
-        prompts: file or hub data set; ``magpie``: the target invents ``num_prompts`` prompts; None: the package's
-            prompts.
-        out: .jsonl file; an existing file is continued.
+        prompts: file or hub data set; ``magpie``: the target invents ``num_prompts`` prompts; None: the package's.
         settings: sampling parameters and number of answers; None: greedy, one answer to each prompt.
-        num_prompts, columns, exclude: ``limit`` and others of :func:`drafter.distill.prompts.select_prompts`; with
-            ``magpie``, ``num_prompts`` is the number of prompts to invent.
+        num_prompts, columns, exclude: ``limit`` and others of :func:`drafter.distill.prompts.select_prompts`.
 
     Raises:
         ValueError: wrong options or prompts; ``out`` was written with other settings.
@@ -178,25 +160,19 @@ def distill(
     recorded |= {} if exclude is None else {"exclude": exclude}
     with open_journal(out, recorded, {"id": str, "answer": int}) as journal:
         wanted = missing_answers(rows, settings, {(row["id"], row["answer"]) for row in journal.rows})
-        _answer_all(answerer, wanted, journal, report)
+        report.num_done_before, start = report.num_answers - len(wanted), time.perf_counter()
+        with tqdm(total=report.num_answers, initial=report.num_done_before, desc="answering", unit="answer") as bar:
+            for row in answerer.answer(wanted):
+                report.seconds = time.perf_counter() - start
+                if row is None:
+                    report.notes[NO_ANSWER] += 1
+                    continue
+                journal.append(row)
+                report.num_new += 1
+                report.num_tokens += row["num_tokens"]
+                report.notes["new answers cut at --max-new-tokens"] += row["finish_reason"] == "length"
+                bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
+                bar.update()
     if report.num_done_before + report.num_new == 0:
         raise OSError(f"no prompt was answered: {report.notes[NO_ANSWER]:,} {NO_ANSWER}")
     return report
-
-
-def _answer_all(answerer: Answerer, wanted: Sequence[WantedAnswer], journal: Journal, report: DistillReport) -> None:
-    """Make the wanted answers, append each as it is finished, and count them."""
-    report.num_done_before = report.num_answers - len(wanted)
-    start = time.perf_counter()
-    with tqdm(total=report.num_answers, initial=report.num_done_before, desc="answering", unit="answer") as bar:
-        for row in answerer.answer(wanted):
-            report.seconds = time.perf_counter() - start
-            if row is None:
-                report.notes[NO_ANSWER] += 1
-                continue
-            journal.append(row)
-            report.num_new += 1
-            report.num_tokens += row["num_tokens"]
-            report.notes["new answers cut at --max-new-tokens"] += row["finish_reason"] == "length"
-            bar.set_postfix_str(f"{report.num_tokens / report.seconds:,.0f} tokens/s", refresh=False)
-            bar.update()

@@ -5,7 +5,7 @@ Shapes: T tokens of a prompt and its answer · V vocabulary.
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,30 +22,13 @@ _NUM_TOKENS = 16  # of each compared answer
 _CLEAR = 0.5  # nats below the likeliest token: a smaller distance may be a near tie
 
 
-class Comparison(NamedTuple):
-    """The comparison of a few greedy answers of the server with the target.
-
-    Attributes:
-        num_tokens: compared tokens of the server's answers; 0 if the server gives no token ids.
-        lines: one line for each difference.
-        is_other_model: the log-probabilities belong to another model.
-    """
-
-    num_tokens: int
-    lines: list[str]
-    is_other_model: bool
-
-
-def compare_models(server: Endpoint, target: Target, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> Comparison:
-    """Compare short greedy answers of a server that gives token ids with the target.
+def compare_models(server: Endpoint, target: Target, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Lines for the user about short greedy answers of a server beside the target.
 
     Conversations show how the server renders a prompt. The compared answers follow the target's own prompt ids, so that
-    the chat template does not influence the comparison of the models.
-
-    Raises:
-        ValueError: the server refuses a prompt, or gives no answer.
+    the chat template does not influence the comparison. ValueError: another model, or the server gives no answer.
     """
-    notes: list[str] = []
+    lines: list[str] = []
     distances, differences = [], []  # nats below the target's likeliest token; nats between server and target
     for messages in prompts:
         mine = target.encode_chat(messages)
@@ -53,25 +36,34 @@ def compare_models(server: Endpoint, target: Target, prompts: Sequence[Sequence[
         theirs = _ask(server, "chat/completions", {**greedy, "messages": list(messages)}, target.vocab_size).prompt_ids
         if not theirs:
             break
-        if theirs != mine and not notes:
+        if theirs != mine and not lines:
             place = len(os.path.commonprefix([mine, theirs]))
             shown, other = (target.decode(ids[place : place + 8], skip_special_tokens=False) for ids in (mine, theirs))
-            notes = [f"chat template: from prompt token {place} on the server reads {other!r}, the target {shown!r}"]
+            lines = [f"chat template: from prompt token {place} on the server reads {other!r}, the target {shown!r}"]
         reply = _ask(server, "completions", {**greedy, "prompt": mine, "logprobs": 1}, target.vocab_size)
-        if reply.token_ids:
-            logprobs, below = _logprobs_of(target, mine, reply.token_ids)
-            distances += below
-            differences += [abs(own - other) for own, other in zip(logprobs, reply.logprobs, strict=False)]
+        if not reply.token_ids:
+            continue
+        token_1T, num_prompt = torch.tensor([mine + reply.token_ids], device=target.device), len(mine)
+        with torch.no_grad():
+            hidden_TD = target.forward(token_1T).hidden_BTD[0, num_prompt - 1 : -1]
+            logprob_TV = target.logits(hidden_TD).float().log_softmax(dim=-1).cpu()
+        mine_T = logprob_TV[torch.arange(len(reply.token_ids)), torch.tensor(reply.token_ids)]
+        distances += (logprob_TV.max(dim=-1).values - mine_T).tolist()
+        differences += [abs(own - other) for own, other in zip(mine_T.tolist(), reply.logprobs, strict=False)]
+    if not distances:
+        return ["warning: the server gives no token ids, so it is not compared with the target"]
     difference = sum(differences) / max(1, len(differences))
     num_other_picks = sum(distance > _CLEAR for distance in distances)
     by_nats = f"log-probabilities differ by {difference:.2g} nats on average"
     if difference > OTHER_MODEL:
-        notes.append(f"another model: {by_nats}")
-    elif difference > ROUNDING:
-        notes.append(f"dtype or quantisation: {by_nats}, the same weights in bfloat16 by less than {ROUNDING:g}")
+        reason = "; ".join([*lines, f"another model: {by_nats}"])
+        raise ValueError(f"--endpoint {server.url} does not serve {target.name!r}; leave --target out ({reason})")
+    if difference > ROUNDING:
+        lines.append(f"dtype or quantisation: {by_nats}, the same weights in bfloat16 by less than {ROUNDING:g}")
     elif num_other_picks:
-        notes.append(f"sampling parameters: {num_other_picks} of {len(distances)} greedy tokens are not the likeliest")
-    return Comparison(len(distances), notes, difference > OTHER_MODEL)
+        lines.append(f"sampling parameters: {num_other_picks} of {len(distances)} greedy tokens are not the likeliest")
+    same = f"the server runs the target: {len(distances)} greedy tokens agree"
+    return [f"warning: the server differs from the target: {line}" for line in lines] or [same]
 
 
 def _ask(server: Endpoint, path: str, body: dict[str, Any], vocab_size: int) -> Reply:
@@ -81,13 +73,3 @@ def _ask(server: Endpoint, path: str, body: dict[str, Any], vocab_size: int) -> 
         return reply
     except (OSError, ValueError) as error:
         raise ValueError(f"{server.address(path)} gives no answer: {error}") from error
-
-
-def _logprobs_of(target: Target, prompt_ids: list[int], answer_ids: list[int]) -> tuple[list[float], list[float]]:
-    """Log-probabilities of the T tokens of an answer, and their distances from those of the likeliest tokens."""
-    token_1T = torch.tensor([prompt_ids + answer_ids], device=target.device)
-    with torch.no_grad():
-        hidden_TD = target.forward(token_1T).hidden_BTD[0, len(prompt_ids) - 1 : -1]
-        logprob_TV = target.logits(hidden_TD).float().log_softmax(dim=-1).cpu()
-    mine_T = logprob_TV[torch.arange(len(answer_ids)), torch.tensor(answer_ids)]
-    return mine_T.tolist(), (logprob_TV.max(dim=-1).values - mine_T).tolist()

@@ -15,7 +15,6 @@ After the last drafting step, named tokens alone lengthen the best beam, without
 Shapes: B rows · W beams · S cache slots · R draft vocabulary · X lengths of a match, 0 first.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -62,22 +61,6 @@ class Copies(NamedTuple):
         num_agreeing_BW = (is_match_BWS & (self.next_BS[:, None] == token_BW[:, :, None])).sum(dim=2)
         votes_BW = num_agreeing_BW.square() / is_match_BWS.sum(dim=2).clamp_min(1)
         return token_BW, self.odds_X[key_BW // num_slots] + votes_BW.log()
-
-
-def count_copied(prompt_ids: Sequence[int], token_ids: Sequence[int], num_accepted: Sequence[int]) -> int:
-    """How many accepted tokens of an answer a copy named: behind "a b c x a b", two of a step that accepts "c x d"."""
-    text_1S = torch.tensor([[*prompt_ids, *token_ids]])
-    odds_X = torch.tensor((0.0, *SHARES)).logit()
-    root, number = len(prompt_ids) - 1, 0
-    for num_tokens in num_accepted:
-        copies = Copies.of(text_1S[:, : root + 1], torch.tensor([root]), odds_X)
-        for place in range(root + 1, root + 1 + num_tokens):
-            token_1W = text_1S[:, place : place + 1]
-            named_1W, odds_1W = copies.best()
-            number += bool(odds_1W.isfinite() & (named_1W == token_1W))
-            copies = copies.follow(torch.zeros_like(token_1W), token_1W)
-        root += num_tokens + 1
-    return number
 
 
 def mix(logits_BWR: Tensor, index_BW: Tensor, odds_BW: Tensor) -> tuple[Tensor, Tensor, Tensor]:

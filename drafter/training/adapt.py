@@ -8,7 +8,6 @@ import contextlib
 import gc
 import hashlib
 import json
-import math
 import random
 import shutil
 import statistics
@@ -21,21 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from drafter.data.formats import TrafficRow, read_traffic
 from drafter.data.options import DataOptions
 from drafter.data.rows import prompt_digest
-from drafter.data.traffic import TrafficRow, read_traffic
+from drafter.decoding.acceptance import error_of, tokens_per_step
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
 from drafter.training.callbacks import count_steps
-from drafter.training.options import (
-    AdaptOptions,
-    DrafterOptions,
-    ModelOptions,
-    Objective,
-    OptimOptions,
-    TrainOptions,
-)
+from drafter.training.options import AdaptOptions, DrafterOptions, ModelOptions, Objective, OptimOptions, TrainOptions
 from drafter.training.run import train
 from drafter.utils.io import locked, write_atomic
 from drafter.utils.tables import format_table
@@ -74,8 +67,7 @@ def adapt(
 
     Args:
         options: of the command; ``drafter`` is a folder.
-        load_target: loads the target once, for training and decoding.
-        load_drafter: loads a drafter for decoding.
+        load_target, load_drafter: load the target once, for training and decoding, and a drafter for decoding.
         check_export, export: refuse a folder, write a drafter (:mod:`drafter.integrations.export`).
 
     Returns:
@@ -115,8 +107,8 @@ def adapt(
 
 
 def split(rows: Iterable[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow]]:
-    """Rows to train on and held-out rows. A prompt's hash decides, so that all answers to a prompt are on one side, and
-    a prompt that was held out once is held out for ever, however much traffic is recorded later."""
+    """Rows to train on and held-out rows. The hash of a prompt decides, for all its answers and for ever, however much
+    traffic is recorded later."""
     kept: list[TrafficRow] = []
     held_out: list[TrafficRow] = []
     for row in rows:
@@ -126,21 +118,9 @@ def split(rows: Iterable[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow
 
 
 def compared(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> Figure:
-    """Two measurements of the same prompts, as (tokens, steps) of each prompt.
-
-    The error is that of a difference of ratios, linearised: each prompt's deviation from both ratios, in pairs.
-
-    >>> compared([(4, 4), (6, 4)], [(4, 2), (6, 3)])
-    Figure(before=1.25, after=2.0, error=0.25)
-    """
-    rates = [sum(t for t, _ in counts) / sum(s for _, s in counts) for counts in (before, after)]
-    means = [sum(s for _, s in counts) / len(counts) for counts in (before, after)]
-    deviations = [
-        (b[0] - rates[1] * b[1]) / means[1] - (a[0] - rates[0] * a[1]) / means[0]
-        for a, b in zip(before, after, strict=True)
-    ]
-    num = len(deviations)
-    return Figure(rates[0], rates[1], math.sqrt(sum(d * d for d in deviations) / max(1, num - 1) / num))
+    """Two measurements of the same prompts, as (tokens, steps) of each prompt."""
+    old, new = tokens_per_step(before), tokens_per_step(after)
+    return Figure(old.value, new.value, error_of([b - a for a, b in zip(old.shares, new.shares, strict=True)]))
 
 
 def table(figures: dict[str, Figure], num_prompts: dict[str, int]) -> str:
@@ -148,8 +128,8 @@ def table(figures: dict[str, Figure], num_prompts: dict[str, int]) -> str:
     lines = []
     for key, (before, after, error) in figures.items():
         name, mode = key.split(", ")
-        change, noise = f"{after / before - 1:+.1%}", f"{error / before:.1%}"
-        lines.append((f"{name} ({num_prompts[name]} prompts), {mode}", f"{before:.2f}", f"{after:.2f}", change, noise))
+        cells = f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}", f"{error / before:.1%}"
+        lines.append((f"{name} ({num_prompts[name]} prompts), {mode}", *cells))
     return format_table(("tokens per step", "before", "after", "change", "standard error"), lines)
 
 
@@ -163,12 +143,7 @@ def prompts_of(rows: Sequence[TrafficRow], num: int) -> list[list[int]]:
 def affordable(
     rows: Sequence[TrafficRow], general: Sequence[TrafficRow], num_tokens: float
 ) -> tuple[list[TrafficRow], list[TrafficRow]]:
-    """The newest rows, at least one, and general rows of as many answer tokens, with about ``num_tokens`` in all.
-
-    >>> new, old, other = TrafficRow([1, 2], [3, 4]), TrafficRow([5], [6, 7]), TrafficRow([8], [9, 9])
-    >>> affordable([old, new], [other] * 5, 8) == ([new], [other])
-    True
-    """
+    """The newest rows, at least one, and general rows of as many answer tokens, with about ``num_tokens`` in all."""
     chosen: list[TrafficRow] = []
     mixed_in: list[TrafficRow] = []
     others, num_wanted = iter(random.Random(0).sample(general, len(general))), 0
@@ -185,15 +160,6 @@ def affordable(
     return chosen, mixed_in
 
 
-@torch.inference_mode()
-def _tokens_per_second(target: Target) -> float:
-    """How fast the target computes hidden states."""
-    token_BT = torch.arange(_SPEED_TOKENS, device=target.device).view(4, -1) % target.vocab_size
-    seconds = timeit.repeat(lambda: target.forward(token_BT).hidden_BTD.sum().item(), number=1, repeat=4)
-    # The first forward of a shape is slower, and other processes may be busy at any moment.
-    return _SPEED_TOKENS / statistics.median(seconds[1:])
-
-
 def _recipe(options: AdaptOptions, target: Target, work: Path, longest: int) -> TrainOptions:
     """The settings of a training: the drafter's own shape, a low learning rate that falls with the time.
 
@@ -203,13 +169,11 @@ def _recipe(options: AdaptOptions, target: Target, work: Path, longest: int) -> 
     config = RecurrentDrafter.from_pretrained(options.drafter).config
     rates = (1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length)[: config.draft_length]
     model = ModelOptions(
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        init_from=options.drafter,
+        revision=options.revision, trust_remote_code=options.trust_remote_code, init_from=options.drafter,
         drafter=DrafterOptions(**{item.name: getattr(config, item.name) for item in fields(DrafterOptions)}),
         objective=Objective(depth_rates=rates, shared_tokens=2048 if config.head == "tied" else 0),
         optim=OptimOptions(lr=_LR, warmup_steps=10, decay_share=1.0, minutes=options.minutes),
-    )
+    )  # fmt: skip
     data = DataOptions(
         val=str(work / "val.jsonl"), max_length=length, batch_tokens=length, cache_hidden_states=str(work / "states")
     )
@@ -223,8 +187,8 @@ def _recipe(options: AdaptOptions, target: Target, work: Path, longest: int) -> 
 
 def _digest(drafter: Path) -> str:
     """Hash of a drafter's files that exist."""
-    files = [file for file in (drafter / "config.json", drafter / WEIGHTS) if file.is_file()]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+    files = [file.read_bytes() for file in (drafter / "config.json", drafter / WEIGHTS) if file.is_file()]
+    return hashlib.blake2b(b"".join(files), digest_size=16).hexdigest()
 
 
 def _kept(file: Path, make: Callable[[], Any]) -> Any:
@@ -267,8 +231,8 @@ def _prepare(target: Target, work: Path, options: AdaptOptions) -> tuple[dict[st
     """Write the rows to train on into the folder: a server may go on recording. Errors as :func:`adapt`.
 
     Returns:
-        The held-out prompts to measure, of the traffic and of general text; the number of recorded answers to train
-        on; the tokens of the longest row.
+        The held-out prompts to measure, of the traffic and of general text; the number of recorded answers to train on;
+        the tokens of the longest row.
     """
     general, minutes = options.general, options.minutes
     rows, held_out = split(read_traffic(options.traffic, vocab_size=target.vocab_size))
@@ -281,7 +245,12 @@ def _prepare(target: Target, work: Path, options: AdaptOptions) -> tuple[dict[st
         )
     general_rows, general_held_out = split(read_traffic(general, vocab_size=target.vocab_size)) if general else ([], [])
     prompts["general"] = prompts_of(general_held_out, _NUM_GENERAL)
-    chosen, mixed_in = affordable(rows, general_rows, _tokens_per_second(target) * 60 * minutes * _STATES_SHARE)
+    token_BT = torch.arange(_SPEED_TOKENS, device=target.device).view(4, -1) % target.vocab_size
+    with torch.inference_mode():
+        seconds = timeit.repeat(lambda: target.forward(token_BT).hidden_BTD.sum().item(), number=1, repeat=4)
+    # The first forward of a shape is slower, and other processes may be busy at any moment.
+    speed = _SPEED_TOKENS / statistics.median(seconds[1:])
+    chosen, mixed_in = affordable(rows, general_rows, speed * 60 * minutes * _STATES_SHARE)
     if len(chosen) < len(rows):
         print(f"{len(chosen)} of {len(rows)} recorded answers fit into {minutes:g} minutes", file=sys.stderr)
     # A loss to watch; and neighbours of one length, which share a forward of the target without padding.

@@ -3,7 +3,7 @@
 Shapes: B rows · T tokens · V target vocabulary · R draft vocabulary · D hidden size.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +24,7 @@ _NUM_SCALE_PROMPTS = 8
 def build_drafter(
     target: Target, parts: Parts, options: DrafterOptions, init_from: str | None
 ) -> tuple[RecurrentDrafter, list[str]]:
-    """A new drafter for ``target``, or the drafter of ``init_from``.
+    """A new drafter for ``target``, or the drafter of ``init_from``, and lines for the user about its origin.
 
     Args:
         target: the frozen model.
@@ -32,9 +32,6 @@ def build_drafter(
         options: shape.
         init_from: exported folder or checkpoint to take weights, constants and draft vocabulary from. A tied head has
             no weights of tokens: where ``options`` ask for another number of draft tokens, the answers choose them.
-
-    Returns:
-        The drafter, and lines for the user about its origin.
 
     Raises:
         ValueError: ``init_from`` has another shape or target, or the draft vocabulary is larger than the target's.
@@ -76,22 +73,20 @@ def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
             )
 
 
-def summary_lines(drafter: RecurrentDrafter) -> Iterator[str]:
+def summary_lines(drafter: RecurrentDrafter) -> list[str]:
     """Parameters of each part and the size of the exported weights (bfloat16)."""
     parts = drafter.num_parameters_by_part()
     total = sum(parts.values())
     listed = ", ".join(f"{name} {count:,}" for name, count in parts.items())
-    yield f"drafter: {total:,} parameters ({listed})"
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
-    yield f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"
+    return [
+        f"drafter: {total:,} parameters ({listed})",
+        f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16",
+    ]
 
 
 def choose_draft_tokens(drafter: RecurrentDrafter, rows: TokenRows, size: int, always: Iterable[int]) -> str:
-    """Set the drafter's draft vocabulary: the ``size`` most frequent tokens of the rows' answers, and ``always``.
-
-    Returns:
-        A line for the user about it.
-    """
+    """Set the drafter's draft vocabulary: the ``size`` most frequent tokens of the answers, and ``always``; a line."""
     count_V = rows.token_counts(drafter.config.vocab_size)
     ids_R = choose_draft_vocabulary(count_V, size, always)
     drafter.set_draft_token_ids(ids_R)
@@ -100,11 +95,7 @@ def choose_draft_tokens(drafter: RecurrentDrafter, rows: TokenRows, size: int, a
 
 
 def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
-    """The ``size`` most frequent tokens, ascending int64 [R]; ties go to the lower id; ``always`` are always included.
-
-    >>> choose_draft_vocabulary(torch.tensor([5, 0, 9, 7, 0]), 3, always=[1]).tolist()
-    [1, 2, 3]
-    """
+    """The ``size`` most frequent tokens, ascending int64 [R]; ties go to the lower id; ``always`` are included."""
     count_V = count_V.clone()
     count_V[list(always)] = count_V.max() + 1
     return count_V.argsort(descending=True, stable=True)[:size].sort().values
@@ -112,10 +103,8 @@ def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = 
 
 @torch.no_grad()
 def measure_scales(target: Target, prompts: list[list[int]]) -> tuple[float, float]:
-    """1 / rms of the target's final hidden states and of its input embeddings over some token ids.
-
-    Both are rounded to three digits, so that another machine's arithmetic finds the same constants.
-    """
+    """1 / rms of the target's final hidden states and of its input embeddings over some token ids, to three digits: so
+    another machine's arithmetic finds the same constants."""
     squares: list[Tensor] = []
     for prompt in prompts:
         token_BT = torch.tensor([prompt[:256]], device=target.device)

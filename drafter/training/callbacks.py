@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
 
 from drafter.data.loader import TrainLoader
+from drafter.decoding.acceptance import reached, tokens_per_step
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Prompt
@@ -37,10 +38,7 @@ _MODES = {"drafter alone": False, "with copies": True}
 def count_steps(
     target: Target, drafter: RecurrentDrafter, prompts: Mapping[str, Sequence[Prompt]], num_tokens: int
 ) -> dict[str, list[tuple[int, int]]]:
-    """(tokens, steps) of the greedy answer of at most ``num_tokens`` to each prompt, with trees of 8 nodes.
-
-    Each set of prompts is decoded in both modes, under progress bars: "set, mode" -> counts. Empty sets are left out.
-    """
+    """ "Set, mode" -> (tokens, steps) of each greedy answer of at most ``num_tokens``, with trees of 8 nodes."""
     tree = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=num_tokens)
     found: dict[str, list[tuple[int, int]]] = {}
@@ -54,7 +52,7 @@ def count_steps(
 
 
 class TokensPerStep(Callback):
-    """Decodes held-out prompts with the real engine after each validation and logs ``val/tokens_per_step``.
+    """Decodes ``prompts`` with the real engine after each validation and logs ``val/tokens_per_step``.
 
     ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, with trees of
     24 nodes as deep as the drafter is trained, so the figures depend on the drafter alone. Every process decodes the
@@ -64,11 +62,6 @@ class TokensPerStep(Callback):
     rising = ("val/tokens_per_step", "val/accepted")  # as of DrafterModule
 
     def __init__(self, prompts: Sequence[Prompt], num_tokens: int) -> None:
-        """
-        Args:
-            prompts: held-out prompts to decode.
-            num_tokens: at most for each.
-        """
         self._prompts, self._params = prompts, SamplingParams(max_new_tokens=num_tokens)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -83,23 +76,22 @@ class TokensPerStep(Callback):
         with torch.autocast(target.device.type, enabled=False):
             answers = Engine(target, drafter, config).generate(self._prompts, self._params)
         torch.set_num_threads(target.traits.num_threads)  # the engine leaves the cores to a native target's threads
-        num_accepted = torch.tensor([num for answer in answers for num in answer.num_accepted])
-        num_tokens = sum(len(answer.token_ids) for answer in answers)
-        num_steps = sum(answer.num_target_forwards for answer in answers)
-        module.log("val/tokens_per_step", num_tokens / num_steps, prog_bar=True, sync_dist=True)
-        for depth in range(1, length + 1):
-            module.log(f"val/accepted_d{depth}", float((num_accepted >= depth).float().mean()), sync_dist=True)
+        rate = tokens_per_step([(len(answer.token_ids), answer.num_target_forwards) for answer in answers]).value
+        module.log("val/tokens_per_step", rate, prog_bar=True, sync_dist=True)
+        num_accepted = [num for answer in answers for num in answer.num_accepted]
+        for depth, num in enumerate([*reached(num_accepted), *[0] * length][:length], 1):
+            module.log(f"val/accepted_d{depth}", num / len(num_accepted), sync_dist=True)
 
 
 class Forecast(Callback):
-    """Says before the first step what a run takes, and after the first steps how long."""
+    """Says before the first step what a run takes, and after the first steps how long.
+
+    Args:
+        num_positions: of a pass over the rows.
+        is_new: the weights are new ones.
+    """
 
     def __init__(self, num_positions: int, *, is_new: bool) -> None:
-        """
-        Args:
-            num_positions: of a pass over the rows.
-            is_new: the weights are new ones.
-        """
         self._num_positions, self._is_new = num_positions, is_new
         self._seen: list[tuple[float, int]] = []  # time and positions after the first steps
 
@@ -109,21 +101,20 @@ class Forecast(Callback):
         num_steps, folder = trainer.estimated_stepping_batches, Path(trainer.default_root_dir)
         num_weights = sum(weight.numel() for weight in pl_module.drafter.parameters())
         state, free = 12 * num_weights / 1e9, shutil.disk_usage(folder).free / 1e9  # weights and Adam's two means
-        print(
+        lines = [
             f"{self._num_positions:,} positions a pass, {num_steps:,} steps in all; memory: {_peak_memory():.1f} GB so "
             f"far and about {16 * num_weights / 1e9 + 0.3:.1f} GB more; checkpoints: 2 x {state:.2f} GB in {folder} "
-            f"({free:.1f} GB free)",
-            flush=True,
-        )
+            f"({free:.1f} GB free)"
+        ]
         if self._is_new and self._num_positions < _FEW_POSITIONS:
-            print(
+            lines.append(
                 f"{self._num_positions:,} positions are too few for new weights to gain anything: make more answers "
-                f"({_FEW_POSITIONS:,} and more), or begin at a trained drafter with --model.init_from",
-                flush=True,
+                f"({_FEW_POSITIONS:,} and more), or begin at a trained drafter with --model.init_from"
             )
+        print("\n".join(lines), flush=True)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if len(self._seen) > _PACE_STEPS or not trainer.is_global_zero:
+        if len(self._seen) > _PACE_STEPS:
             return
         self._seen.append((time.monotonic(), pl_module.num_positions))
         if len(self._seen) == _PACE_STEPS + 1:
@@ -152,14 +143,13 @@ class SaveWhenStopped(Callback):
     A stop waits for the end of the step or validation: a checkpoint in the middle of a step would lose the batch of the
     step. A run that goes on with ``--ckpt-path last`` takes the next batch. A second Ctrl-C stops at once and saves
     nothing. A run that fails saves nothing, because its weights may be the reason.
+
+    Args:
+        loader: whose position every checkpoint holds, also one at the end of an epoch, where Lightning forgets.
+        facts: what every checkpoint says beside the module's own fields.
     """
 
     def __init__(self, loader: TrainLoader, facts: Mapping[str, Any]) -> None:
-        """
-        Args:
-            loader: whose position every checkpoint holds, also one at the end of an epoch, where Lightning forgets.
-            facts: what every checkpoint says beside the module's own fields.
-        """
         self._loader, self._facts = loader, facts
         self._signal = 0
         self._step = 0  # of the last whole step
@@ -179,9 +169,8 @@ class SaveWhenStopped(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         # Between optimizer steps gradients accumulate, and a checkpoint holds no gradients.
-        is_whole_step, self._step = trainer.global_step != self._step, trainer.global_step
-        if is_whole_step:
-            self.has_stepped = True
+        if trainer.global_step != self._step:
+            self._step, self.has_stepped = trainer.global_step, True
             self._stop_if_told(trainer)
         if trainer.should_stop:  # by --trainer.max_time: at its end the epoch would count as finished
             self._save_last(trainer)
@@ -212,16 +201,17 @@ class SaveWhenStopped(Callback):
         if not trainer.strategy.reduce_boolean_decision(bool(self._signal), all=False):
             return
         self._save_last(trainer)
-        place = last_checkpoint(trainer)
-        rank_zero_warn(f"stopped at step {trainer.global_step}; saved {place}. Go on with --ckpt-path last")
+        rank_zero_warn(
+            f"stopped at step {trainer.global_step}; saved {last_checkpoint(trainer)}. Go on with --ckpt-path last"
+        )
         raise KeyboardInterrupt if self._signal == signal.SIGINT else SIGTERMException
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint into a file of the same folder and renames it.
+    """Writes a checkpoint beside its place and renames it.
 
-    Lightning's own way writes into the folder for temporary files and moves from there; where that is another disk, a
-    full disk or a kill leaves half a checkpoint at the place of the last whole one.
+    Lightning writes into the folder for temporary files and moves from there: from another disk, a full disk or a kill
+    leaves half a checkpoint at the place of the last whole one.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

@@ -5,13 +5,10 @@ For a pair, q = softmax(z) is the drafter's distribution over the draft vocabula
 - cross-entropy: -log q[label], the published objective;
 - forward KL: sum p log(p / q).
 
-:func:`exact_loss` computes every logit of the draft vocabulary. :func:`sampled_loss` computes the logits of few tokens
-for each pair (the target's likeliest, and a sample of the others that stands for all of them), which costs a fraction.
-
-Mass of the target outside the draft vocabulary: p is the target's distribution *renormalised over the draft
-vocabulary*, and pairs whose label is outside are left out. When the labels are the target's own samples, the chance
-that a pair is kept is exactly the inside mass, so on average each pair is weighted by the mass that p had inside before
-it was renormalised; no logits outside the draft vocabulary are ever computed.
+:func:`exact_loss` computes every logit of the draft vocabulary, :func:`sampled_loss` those of few tokens for each pair,
+which costs a fraction. p is the target's distribution *renormalised over the draft vocabulary*, and pairs whose label
+is outside are left out: with labels sampled by the target, the chance that a pair is kept is exactly the mass of p
+inside.
 
 Shapes: P pairs · M teacher positions · C pairs or positions of a chunk · R draft vocabulary · F feature size of the
 head (D for a tied head, 2D for a full one) · D hidden size · I likeliest tokens of the target · Y sampled tokens.
@@ -109,15 +106,8 @@ def exact_loss(
 
 @torch.no_grad()
 def count_better(feature_PF: Tensor, weight_RF: Tensor, token_P: Tensor, mix: Objective) -> Tensor:
-    """How many draft tokens have a higher logit than a pair's token, int64 [P].
-
-    Args:
-        feature_PF, weight_RF: as of :func:`exact_loss`.
-        token_P: int64 draft index.
-        mix: the memory budget of a chunk.
-    """
-    counts = []
-    size = _chunk_size(mix, 2 * len(weight_RF) * 4)
+    """How many draft tokens have a higher logit than a pair's token, int64 [P]."""
+    counts, size = [], _chunk_size(mix, 2 * len(weight_RF) * 4)
     for feature_CF, token_C in zip(feature_PF.split(size), token_P.split(size), strict=True):
         z_CR = feature_CF @ weight_RF.to(feature_CF.dtype).T
         counts.append((z_CR > z_CR.gather(1, token_C[:, None])).sum(dim=-1))
@@ -133,19 +123,13 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens of the draft vocabulary for a sampled loss.
 
-    All positions share Y tokens: the likeliest tokens of the batch with weight 1, and tokens drawn from the rest, whose
-    weights stand for the tokens that were not drawn.
-
-    Args:
-        hidden_MD: the target's final hidden states, in the dtype of the rows.
-        weight_RD: its output rows over the draft vocabulary; their products are its logits.
-        mix: I is ``top_tokens``, Y ``shared_tokens``; half of the shared tokens are the likeliest of all positions
-            together, half are drawn from the rest.
-        generator: of that draw, on the CPU.
+    All positions share Y (``shared_tokens``) tokens: half are the likeliest of all positions together, with weight 1,
+    half are drawn from the rest (``generator``, on the CPU), with weights that stand for the tokens that were not
+    drawn.
 
     Returns:
         int64 draft indices of the shared tokens [Y]; the log of how many tokens each of them stands for [Y]; draft
-        indices of the likeliest tokens of each position [M, I].
+        indices of the likeliest ``top_tokens`` of each position [M, I].
     """
     device, num_outputs = hidden_MD.device, len(weight_RD)
     num_shared, num_top = min(mix.shared_tokens, num_outputs), min(mix.top_tokens, num_outputs)
@@ -186,12 +170,10 @@ def sampled_loss(
     every token is shared, the mean equals that of :func:`mixed_loss`.
 
     Args:
-        feature_PF: factors of the output rows, in the dtype of the computation.
+        feature_PF, label_P, mix: as of :func:`exact_loss`.
         weight_RF: the target's output rows over the draft vocabulary, which a tied head shares; they get no gradient.
-        label_P: int64 draft index of the text's next token.
         teacher_P: int64 index of each pair's position in ``hidden_MD``.
         hidden_MD: the target's final hidden states.
-        mix: weights of the losses, number of the tokens, and the memory budget of a chunk.
         generator: of :func:`sample_tokens`.
     """
     assert not weight_RF.requires_grad, "a sampled loss has frozen output rows"

@@ -6,7 +6,7 @@ F feature size of the head.
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -33,14 +33,9 @@ class Teacher:
     """The frozen target of a training, without gradients.
 
     Attributes:
-        target: the frozen model, as it is decoded.
-        weight_RD: its output rows over the draft vocabulary in the dtype of the loss. No other rows are held as plain
-            numbers, unless the target's weights are.
-
-    Args:
-        target: see the attributes.
-        drafter: bound to the target.
-        dtype: of the loss.
+        target: the model, as it is decoded.
+        weight_RD: its output rows over the drafter's vocabulary in ``dtype``, that of the loss. No other rows are held
+            as plain numbers, unless the target's weights are.
     """
 
     def __init__(self, target: Target, drafter: RecurrentDrafter, dtype: torch.dtype) -> None:
@@ -67,28 +62,14 @@ class Teacher:
             return self.target.logits(hidden_CD.to(self.target.dtype))[:, self._ids_R].to(self.weight_RD.dtype)
 
 
-class PairedBatch(NamedTuple):
-    """A batch with the pairs to train on. Pairs are chosen on the CPU before the batch goes to the device, so that no
-    step waits for their number."""
-
-    batch: ChatBatch
-    pairs: Pairs
-
-
 class DrafterModule(LightningModule):
     """Trains a RecurrentDrafter. The teacher is no module: no state dict, gradient or mode reaches the target.
 
     Attributes:
-        drafter: the trained drafter.
+        drafter: the trained drafter, on the device of the training, bound to the target.
         teacher: the frozen target.
         num_positions: text positions (starts of at least depth 1) trained on so far, by all processes; the other
             processes count like this one.
-
-    Args:
-        drafter: on the device of the training, bound to the target.
-        teacher: see the attributes.
-        objective: the losses and their weights.
-        optim: optimizer and learning rate.
 
     Raises:
         ValueError: the objective does not fit the drafter or the target.
@@ -125,7 +106,7 @@ class DrafterModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _seconds(self) -> float:
-        """Seconds of the run so far, those of earlier starts included."""
+        """Seconds of the run so far, with those of earlier starts."""
         return time.monotonic() - self._began
 
     def _time_share(self) -> float:
@@ -136,16 +117,16 @@ class DrafterModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the fields that export reads, as plain data: the drafter's config, the trained positions, the metrics."""
         self._expect_finite()
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        metrics = {
+            name: float(value) for name, value in self.trainer.callback_metrics.items() if name.startswith("val/")
+        }
         checkpoint |= {
             "drafter_config": self.drafter.config.to_dict(),
             "num_positions": self.num_positions,
             "seconds": self._seconds(),
             "num_processes": self.trainer.world_size,
             "optimizer": self.optim_options.optimizer,
-            "metrics": {
-                key: value for key, value in metrics.items() if key.startswith("val/") and math.isfinite(value)
-            },
+            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -176,12 +157,9 @@ class DrafterModule(LightningModule):
                 "or start a new run with --model.init_from"
             )
 
-    # -- one batch -------------------------------------------------------------------------------------------------
-
-    def inputs(self, paired: PairedBatch) -> tuple[Tensor, Tensor]:
+    def inputs(self, batch: ChatBatch, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Target forward and drafter: features of each pair [P, F], which the output rows turn into logits, and the
         target's final hidden states at the positions of its own predictions [M, D]."""
-        batch, pairs = paired
         hidden_BTD, context_BTC = batch.hidden_BTD, batch.context_BTC
         if hidden_BTD is None:
             hidden_BTD, context_BTC = self.teacher.forward(batch.token_BT, tuple(self.drafter.config.context_layers))
@@ -189,19 +167,17 @@ class DrafterModule(LightningModule):
         return feature_PF, hidden_BTD.flatten(0, 1)[pairs.position_M]
 
     def loss(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, *, is_exact: bool) -> Tensor:
-        """The mean loss of the pairs over the draft vocabulary; unless ``is_exact``, with ``shared_tokens``, estimated
-        from these and each position's ``top_tokens``. Features and hidden states are of :meth:`inputs`."""
-        if is_exact or not self.objective.shared_tokens:
-            return exact_loss(
-                feature_PF,
-                self._output_rows(),
-                pairs.label_P,
-                lambda here: self.teacher.logits(hidden_MD[pairs.teacher_P[here]]),
-                self.objective,
-            )
+        """The mean loss of the pairs over the draft vocabulary, of what :meth:`inputs` gives; unless ``is_exact``, with
+        ``shared_tokens``, estimated from these and each position's ``top_tokens``."""
+        objective, label_P, teacher_P = self.objective, pairs.label_P, pairs.teacher_P
+        if is_exact or not objective.shared_tokens:
+
+            def teacher_logits(here: slice) -> Tensor:
+                return self.teacher.logits(hidden_MD[teacher_P[here]])
+
+            return exact_loss(feature_PF, self._output_rows(), label_P, teacher_logits, objective)
         rows_RD, generator = self.teacher.weight_RD, self._generator()
-        label_P, teacher_P = pairs.label_P, pairs.teacher_P
-        return sampled_loss(feature_PF, rows_RD, label_P, teacher_P, hidden_MD, self.objective, generator=generator)
+        return sampled_loss(feature_PF, rows_RD, label_P, teacher_P, hidden_MD, objective, generator=generator)
 
     def _output_rows(self) -> Tensor:
         return self.teacher.weight_RD if self.drafter.config.head == "tied" else self.drafter.output_rows()
@@ -226,29 +202,32 @@ class DrafterModule(LightningModule):
         seed = self._seed * 1_000_003 + self.trainer.fit_loop.total_batch_idx
         return torch.Generator().manual_seed(seed % 2**63)
 
-    # -- Lightning's hooks -----------------------------------------------------------------------------------------
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> PairedBatch:
-        """Choose the pairs while the batch is on the CPU. Validation trains nothing and looks at every pair."""
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[ChatBatch, Pairs]:
+        """The batch and its pairs, chosen on the CPU, so that no step waits for their number. Validation trains nothing
+        and looks at every pair."""
         rates = self._rates if self.trainer.training else (1.0,) * len(self._rates)
         pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
-        paired = PairedBatch(batch, pairs)
         if self.teacher.target.device.type != "cuda":
-            return paired
+            return batch, pairs
         # The host waits for a copy to the device unless the copy begins in pinned memory.
-        pinned: PairedBatch = apply_to_collection(paired, Tensor, Tensor.pin_memory)
+        pinned: tuple[ChatBatch, Pairs] = apply_to_collection((batch, pairs), Tensor, Tensor.pin_memory)
         return pinned
 
-    def training_step(self, paired: PairedBatch, batch_idx: int) -> Tensor:
+    def training_step(self, paired: tuple[ChatBatch, Pairs], batch_idx: int) -> Tensor:
         trainer: Any = self.trainer
-        loss = self.loss(*self.inputs(paired), paired.pairs, is_exact=False)
-        self.num_positions += paired.pairs.num_starts[0] * trainer.world_size
+        batch, pairs = paired
+        loss = self.loss(*self.inputs(batch, pairs), pairs, is_exact=False)
+        self.num_positions += pairs.num_starts[0] * trainer.world_size
         self.log("train/loss", loss, prog_bar=True)
         # All processes end after the same step, whichever clock is ahead.
         if self.optim_options.minutes and trainer.strategy.reduce_boolean_decision(self._time_share() >= 1, all=False):
             trainer.should_stop = True
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            self._log_speed()
+            self.log("train/lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
+            (before, old), self._clock = self._clock, (time.perf_counter(), self.num_positions)
+            if before > 0:
+                speed = (self.num_positions - old) / (self._clock[0] - before)  # of all processes
+                self.log("train/positions_per_s", speed, prog_bar=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -278,22 +257,15 @@ class DrafterModule(LightningModule):
                 f"Resume from it with a lower --model.optim.lr than {self.optim_options.lr}"
             )
 
-    def validation_step(self, paired: PairedBatch, batch_idx: int) -> None:
+    def validation_step(self, paired: tuple[ChatBatch, Pairs], batch_idx: int) -> None:
         """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
         first 8."""
-        (feature_PF, hidden_MD), label_P = self.inputs(paired), paired.pairs.label_P
-        loss = self.loss(feature_PF, hidden_MD, paired.pairs, is_exact=True)
-        self.log("val/loss", loss, prog_bar=True, batch_size=max(1, len(label_P)), sync_dist=True)
-        all_ranks_P = count_better(feature_PF, self._output_rows(), label_P, self.objective)
-        for depth, rank_P in enumerate(all_ranks_P.split(list(paired.pairs.num_starts)), 1):
+        batch, pairs = paired
+        feature_PF, hidden_MD = self.inputs(batch, pairs)
+        loss = self.loss(feature_PF, hidden_MD, pairs, is_exact=True)
+        self.log("val/loss", loss, prog_bar=True, batch_size=max(1, len(pairs.label_P)), sync_dist=True)
+        all_ranks_P = count_better(feature_PF, self._output_rows(), pairs.label_P, self.objective)
+        for depth, rank_P in enumerate(all_ranks_P.split(list(pairs.num_starts)), 1):
             num = max(1, len(rank_P))
             for top in _TOP_K:
                 self.log(f"val/top{top}_d{depth}", (rank_P < top).sum() / num, batch_size=num, sync_dist=True)
-
-    def _log_speed(self) -> None:
-        """Log the speed of all processes since the last logged step; the other processes count like this one."""
-        (before, old), self._clock = self._clock, (time.perf_counter(), self.num_positions)
-        if before > 0:
-            speed = (self.num_positions - old) / (self._clock[0] - before)
-            self.log("train/positions_per_s", speed, prog_bar=True)
-        self.log("train/lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))

@@ -17,15 +17,10 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # of a singular value s: a s + b s^3 + c s
 class MuonAdam(torch.optim.Adam):
     """Adam for vectors; the step of a matrix is the running mean of its gradients with singular values near 1.
 
-    That step is scaled to the usual size of Adam's, so the learning rates of Adam serve. Sources: Muon
-    (kellerjordan.github.io/posts/muon), arXiv 2502.16982. ``torch.optim.Muon`` computes in bfloat16 alone, which takes
-    a processor without instructions for it half a minute a step.
-
-    Args:
-        parameters: to train.
-        lr: learning rate.
-        dtype: in which the singular values are made equal.
-    """
+    That step is scaled to the usual size of Adam's, so the learning rates of Adam serve; ``dtype``: in which the
+    singular values are made equal. Sources: Muon (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
+    ``torch.optim.Muon`` computes in bfloat16 alone, which takes a processor without instructions for it half a minute a
+    step."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, dtype: torch.dtype) -> None:
         super().__init__(parameters, lr=lr, betas=(0.9, 0.99))
@@ -33,7 +28,7 @@ class MuonAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return the loss of the closure, which computes the gradients. Those of matrices are freed."""
+        """Take a step; the loss of the closure, which computes the gradients. Those of matrices are freed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

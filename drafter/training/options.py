@@ -104,17 +104,11 @@ class OptimOptions(Checked):
         """Step (0-based) -> share of the peak learning rate, for a run of ``num_steps`` steps.
 
         ``time_share`` is the passed share of ``minutes``; the schedule follows the steps or the time, whichever is
-        further.
+        further. An endless run (``num_steps`` infinite, without ``minutes``) is a ValueError.
 
         >>> factor = OptimOptions(warmup_steps=2, decay_share=1.0).factor(6)
         >>> [factor(step) for step in range(6)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-        >>> factor = OptimOptions(warmup_steps=1, decay_share=0.5).factor(8)
-        >>> [factor(step) for step in range(8)]
-        [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
-
-        Raises:
-            ValueError: ``num_steps`` is infinite, and no time ends the run.
         """
         if math.isinf(num_steps):
             if not self.minutes:

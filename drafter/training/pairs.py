@@ -44,12 +44,10 @@ def select_pairs(
     """Choose the pairs of a batch. All tensors are on the CPU: their shapes depend on their values.
 
     Args:
-        token_BT: int64 token ids.
-        loss_mask_BT: bool, True where the token is trained on.
-        draft_index_V: int64, target token id -> draft index, -1 outside the draft vocabulary.
-        depth_rates: for each depth the share of starts that reach it, not rising. All 1 trains every pair; falling
-            rates spend less work on depths that decoding seldom reaches. Starts are chosen at random and nested: a
-            start that reaches depth k has all shallower ones.
+        token_BT, loss_mask_BT: int64 token ids; True where the token is trained on.
+        draft_index_V: of :func:`draft_index_of`.
+        depth_rates: for each depth the share of starts that reach it, not rising. Starts are chosen at random and
+            nested: a start that reaches depth k has all shallower ones.
         generator: of that choice; unused when all rates are 1.
     """
     num_rows, width = token_BT.shape

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,16 +41,11 @@ _IDLE_WARNINGS = (
 
 
 def train(options: TrainOptions, target: Target | None = None) -> None:
-    """Train a drafter.
-
-    Args:
-        options: of the command.
-        target: the loaded target, where the caller has one on the device of the training.
+    """Train a drafter; ``target``: the loaded one, where the caller has one on the device of the training.
 
     Raises:
         ValueError: bad values, unreadable files, divergence.
-        KeyboardInterrupt: stopped by Ctrl-C, after the checkpoint was saved.
-        SystemExit: 143 after SIGTERM, when the checkpoint was saved.
+        KeyboardInterrupt, SystemExit: stopped by Ctrl-C or SIGTERM (code 143), after the checkpoint was saved.
     """
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -60,10 +54,11 @@ def train(options: TrainOptions, target: Target | None = None) -> None:
     seed_everything(options.seed, verbose=False)
     trainer: Any = make_trainer(options)
     model = options.model
-    with _alone_in_its_folder(trainer, options):
-        ckpt_path = _resume_path(options.ckpt_path, last_checkpoint(trainer))
-        if model.shard_target:
-            _start_processes(trainer)
+    with _alone_in_its_folder(trainer, options) as ckpt_path:
+        if model.shard_target:  # the processes of the other devices load the target together
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.launch(lambda: None, trainer=trainer)
+            trainer.strategy.setup_environment()
         device = trainer.strategy.root_device
         if target is None or target.device.type != device.type:
             target = load_target(
@@ -76,40 +71,35 @@ def train(options: TrainOptions, target: Target | None = None) -> None:
         drafter = drafter.to(device).bind(target)
         if trainer.is_global_zero:
             print("\n".join([*notes, *summary_lines(drafter)]), flush=True)
-        prompts = parts.val.prompts(options.decode_prompts) if options.decode_prompts else []
+        if options.decode_prompts:
+            prompts = parts.val.prompts(options.decode_prompts)
+            trainer.callbacks.append(TokensPerStep(prompts, options.decode_tokens))
         facts = {
             "hyper_parameters": {"target": options.target, **_plain(asdict(model))},
             "data": summary_of(options.train, parts.train, options.data.train_on),
         }
-        shape: dict[str, Any] = {
-            "draft_length": model.drafter.draft_length,
-            "context_layers": model.drafter.context_layers,
-        }
-        parts = with_states(parts, target, options.data, **shape)
+        parts = with_states(parts, target, options.data, model.drafter.draft_length, model.drafter.context_layers)
         dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
         module = DrafterModule(drafter, Teacher(target, drafter, dtype), model.objective, model.optim)
         size: dict[str, int] = {"batch_tokens": options.data.batch_tokens}
         size |= {"rank": trainer.global_rank, "world_size": trainer.world_size}
         loader = TrainLoader(parts.train, seed=options.seed, **size)
         saver = SaveWhenStopped(loader, facts)
-        trainer.callbacks += [TokensPerStep(prompts, options.decode_tokens)] if prompts else []
         # The saver is the last one: a time limit decides before the saver looks, and other callbacks restore their part
         # in on_train_start.
         trainer.callbacks += [Forecast(parts.train.num_trained_tokens, is_new=model.init_from is None), saver]
         if trainer.is_global_zero:
             write_atomic(options.out / "config.yaml", yaml.safe_dump(_plain(asdict(options)), sort_keys=False))
-        _fit(trainer, module, loader, ValLoader(parts.val, **size), ckpt_path, saver)
+        _fit(trainer, saver, module, loader, ValLoader(parts.val, **size), ckpt_path=ckpt_path)
 
 
 def make_trainer(options: TrainOptions) -> Trainer:
     """Lightning's trainer: the settings of ``--trainer``, the fastest precision, CSV files, all in one folder.
 
-    Raises:
-        ValueError: an unknown setting, or a value that Lightning refuses.
+    An unknown setting, or a value that Lightning refuses, is a ValueError.
     """
-    given = options.trainer
-    for name in given.keys() - inspect.signature(Trainer).parameters.keys() | given.keys() & _OWN:
-        known = inspect.signature(Trainer).parameters.keys() - _OWN
+    given, known = options.trainer, inspect.signature(Trainer).parameters.keys() - _OWN
+    for name in given.keys() - known:
         mend = ": give --out" if name == "default_root_dir" else suggestion(name, known)
         raise ValueError(f"--trainer.{name} is no setting of a training{mend}")
     device = resolve_device("cpu" if given.get("accelerator") == "cpu" else "auto")
@@ -128,16 +118,16 @@ def make_trainer(options: TrainOptions) -> Trainer:
     loggers: list[Logger] = [] if given.get("logger") is False else [CSVLogger(str(options.out), name="logs")]
     if options.wandb is not None:
         loggers.append(_wandb_logger(options))
-    own: dict[str, Any] = {
-        "default_root_dir": str(options.out), "precision": precision, "logger": loggers,
-        "plugins": [WholeCheckpointIO()],
-        "enable_model_summary": False,  # the drafter's size is printed when the drafter is made
-    }  # fmt: skip
     try:
         callbacks: list[Callback] = [ModelCheckpoint(**checkpoint)]
         if given.get("enable_progress_bar") is not False:
             callbacks.append(TQDMProgressBar(refresh_rate=1 if device.type == "cpu" else _BAR_STEPS))
-        return Trainer(**{**given, **own, "callbacks": callbacks})
+        own: dict[str, Any] = {
+            "default_root_dir": str(options.out), "precision": precision, "logger": loggers, "callbacks": callbacks,
+            "plugins": [WholeCheckpointIO()],
+            "enable_model_summary": False,  # the drafter's size is printed when the drafter is made
+        }  # fmt: skip
+        return Trainer(**given | own)
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"--trainer or --checkpoint: {first_line(error)}") from error
 
@@ -176,9 +166,10 @@ def _plain(settings: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _alone_in_its_folder(trainer: Any, options: TrainOptions) -> Iterator[None]:
-    """ValueError where another training runs in the folder, or one left its checkpoints and is not to be resumed."""
-    folder, last = options.out, last_checkpoint(trainer)
+def _alone_in_its_folder(trainer: Any, options: TrainOptions) -> Iterator[str | None]:
+    """The checkpoint to go on from, if any; ValueError where another training runs in the folder, or one left its
+    checkpoints and is not to be resumed."""
+    folder, last, named = options.out, last_checkpoint(trainer), options.ckpt_path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lock").touch()
     with locked(folder / ".lock") if trainer.is_global_zero else contextlib.nullcontext() as is_alone:
@@ -186,44 +177,25 @@ def _alone_in_its_folder(trainer: Any, options: TrainOptions) -> Iterator[None]:
             raise ValueError(f"another training runs in {folder}: give this one another --out")
         for name in ("best.ckpt", "last.ckpt"):
             recover(last.with_name(name))  # of a killed run; this run may never write the file again
-        if options.ckpt_path is None and last.is_file() and trainer.is_global_zero:
+        if named is None and last.is_file() and trainer.is_global_zero:
             raise ValueError(
                 f"{last.parent} holds an earlier training: go on with --ckpt-path last, or give this one another --out"
             )
-        yield
-
-
-def _resume_path(ckpt_path: str | None, last: Path) -> str | None:
-    """``last`` becomes the path of the last checkpoint (None if there is none yet); other names must exist."""
-    if ckpt_path == "last":
-        if not last.is_file():
+        if named == "last" and not last.is_file():
             print(f"no checkpoint in {last.parent} yet: starting from the beginning", file=sys.stderr)
-            return None
-        ckpt_path = str(last)
-    if ckpt_path is not None:
-        read_trained(ckpt_path)  # before anything is loaded
-    return ckpt_path
+            named = None
+        elif named is not None:
+            named = str(last) if named == "last" else named
+            read_trained(named)  # before anything is loaded
+        yield named
 
 
-def _start_processes(trainer: Any) -> None:
-    """Start the processes of the other devices and join them, for a target that they load together."""
-    if trainer.strategy.launcher is not None:
-        trainer.strategy.launcher.launch(lambda: None, trainer=trainer)
-    trainer.strategy.setup_environment()
-
-
-def _fit(
-    trainer: Any,
-    module: DrafterModule,
-    train_loader: TrainLoader,
-    val_loader: ValLoader,
-    ckpt_path: str | None,
-    saver: SaveWhenStopped,
-) -> None:
-    """Train, from a checkpoint if one is named, and say where the checkpoints are; errors as :func:`train`."""
+def _fit(trainer: Any, saver: SaveWhenStopped, *given: Any, ckpt_path: str | None) -> None:
+    """Train with the module and loaders that are ``given``, and say where the checkpoints are; errors as
+    :func:`train`."""
     exit_code = 1
     try:
-        trainer.fit(module, train_loader, val_loader, ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(*given, ckpt_path=ckpt_path, weights_only=True)
         exit_code = 0
     except SIGTERMException as error:
         raise SystemExit(143) from error

@@ -1,14 +1,9 @@
 """JSON requests to a server with OpenAI's protocol, and the fields that vLLM, SGLang and `drafter serve` add.
 
 A server is a stranger: what it sends has limits of size and of time, no redirect is followed (the key of OPENAI_API_KEY
-stays with the address that the user named), and every field that is read has a checked type and range. Whatever comes,
-a call ends with a checked reply or with one of
-
-    OSError       no connection, no whole answer in time, or (ServerError) an HTTP status other than 200, with the
-                  server's own reason in printable characters
-    ValueError    an answer that is no completion, or larger than the limit
-
-Use ``Client(url).complete(path, body)`` from any thread.
+stays with the address that the user named), and every field that is read has a checked type and range. A call ends with
+a checked reply; OSError: no connection, no whole answer in time, or (ServerError) an HTTP status other than 200, with
+the server's reason in printable characters; or ValueError: an answer that is no completion, or larger than the limit.
 """
 
 import asyncio
@@ -54,10 +49,9 @@ class Client:
     def __post_init__(self) -> None:
         import httpx
 
-        try:
+        parts = httpx.URL()
+        with contextlib.suppress(httpx.InvalidURL, ValueError):
             parts = httpx.URL(self.url)
-        except (httpx.InvalidURL, ValueError):
-            parts = httpx.URL()
         if parts.userinfo:  # results and records of runs would show them
             raise ValueError(
                 "--endpoint holds a user name or a password: give the address alone, and a key as OPENAI_API_KEY"
@@ -74,13 +68,8 @@ class Client:
         return f"{root}/v1/{path}"
 
     def complete(self, path: str, body: Mapping[str, Any]) -> "Reply":
-        """The answer of ``chat/completions`` or ``completions``, with token ids where the server gives them.
-
-        A server that refuses the field for token ids by name is asked again without it, and is not asked for ids again.
-
-        Raises:
-            OSError, ValueError: see the module.
-        """
+        """The answer of ``chat/completions`` or ``completions``, with token ids where the server gives them; from any
+        thread. A server that refuses the field for token ids by name is asked without it from then on."""
         wants_ids = self._wants_ids
         content = json.dumps({**body, _IDS: True} if wants_ids else body).encode()
         try:

@@ -48,9 +48,7 @@ def is_stream(path: Path) -> bool:
 
 def write_atomic(path: Path, text: str, *, follows_links: bool = True) -> None:
     """Write `text` (UTF-8); `path` holds the whole text, or its earlier content after an error (OSError).
-
-    `follows_links`: as of :func:`replacing`; not for a file that the user has not named.
-    """
+    `follows_links`, as of :func:`replacing`: not for a file that the user has not named."""
     if is_stream(path):
         append(path, text)
         return
@@ -75,12 +73,11 @@ def append(path: Path, text: str) -> None:
 def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
-    An error in the block leaves what stood at `path`. A symbolic link stays, and its end is replaced; without
-    `follows_links` the link itself is replaced, as in a cache, where only a stranger makes a link.
-    """
+    An error in the block leaves what stood at `path`. The end of a symbolic link is replaced; without `follows_links`
+    the link itself, as in a cache, where only a stranger makes a link."""
     place = path.resolve() if follows_links else path.parent.resolve() / path.name
     place.parent.mkdir(parents=True, exist_ok=True)
-    _recover(place)
+    recover(place, follows_links=False)
     with hidden_folder(place) as hidden:
         new = hidden / _NEW
         yield new
@@ -94,12 +91,9 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
             new.replace(place)
 
 
-def recover(path: Path) -> None:
+def recover(path: Path, *, follows_links: bool = True) -> None:
     """Finish the folder swap of a killed process, and remove the temporary files of killed writers."""
-    _recover(path.resolve())
-
-
-def _recover(place: Path) -> None:
+    place = path.resolve() if follows_links else path
     name = re.compile(rf"\.{re.escape(place.name)}\.[^.]+\.tmp")
     try:
         # A stranger may plant links, pipes and folders of the same name.
@@ -157,16 +151,9 @@ def hidden_folder(place: Path) -> Iterator[Path]:
 def locked(path: Path, *, seconds: float = 0, is_shared: bool = False) -> Iterator[bool | None]:
     """Whether this process holds the lock of the folder or file in the block; None on a file system without locks.
 
-    A link is not followed, and a pipe is not waited for: False.
-
-    Args:
-        path: the folder or file, which exists.
-        seconds: how long to wait, and say so, while another process holds the lock.
-        is_shared: with other readers.
-
-    Raises:
-        TimeoutError: another process has held the lock for so long; without ``seconds`` the block runs with False.
-    """
+    A link is not followed, and a pipe is not waited for: False. ``seconds``: how long to wait, and say so, while
+    another process holds the lock, before TimeoutError; without them the block runs with False. ``is_shared``: with
+    other readers."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,20 +1,10 @@
 """A command's options: one frozen dataclass is the flags, the YAML keys, the Python arguments and the help.
 
-    @dataclass(frozen=True, kw_only=True)
-    class ToyOptions(Options, SamplingParams):
-        '''Do a thing.
-
-        Attributes:
-            source: file to read
-        '''
-        source: str                                         # --source TEXT, required
-
-    options = read_options(ToyOptions, ["--config", "toy.yaml", "--top-k", "5"])
-
 jsonargparse parses; the arguments for it are made here. ``x: bool = True`` is ``--x`` and ``--no-x``; a
 ``tuple[int, ...]`` is ``--x 1,2,4``; a ``tuple[str, ...]`` is a flag that may be repeated; a dataclass has flags with
-dots, ``--x.y 1``. Precedence: default < file of ``--config`` < flag that was given, in whatever order the words stand.
-``--print-config`` prints all values as a file for ``--config``, ``--help-all`` the help of rare fields, too.
+dots, ``--x.y 1``; the lines of ``Attributes:`` in the docstring are the help. Precedence: default < file of
+``--config`` < flag that was given, in whatever order the words stand. ``--print-config`` prints all values as a file
+for ``--config``, ``--help-all`` the help of rare fields, too.
 """
 
 import argparse
@@ -38,9 +28,7 @@ class Options(Checked):
 
     Attributes of the class:
         positional: the field that is given without a flag.
-        common: fields that the help shows first.
-        rare: fields that seldom matter: flags and keys like the others, which the help names in its last line only, and
-            ``--help-all`` explains.
+        common, rare: fields that the help shows first, and fields that ``--help-all`` alone explains.
         kept: what Ctrl-C leaves of the command's work, and how to go on.
     """
 
@@ -73,11 +61,8 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 
 def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "drafter") -> AnyOptions | None:
-    """The options of a command line; None when ``--help`` or ``--print-config`` was asked for and printed.
-
-    Raises:
-        ValueError: an unknown flag or key, a value of the wrong type or out of range, or a missing one.
-    """
+    """The options of a command line; None when ``--help`` or ``--print-config`` was asked for and printed. ValueError:
+    an unknown flag or key, a value of the wrong type or out of range, or a missing one."""
     parser = _parser(kind, command, is_whole="--help-all" in words)
     words = ["--help" if word == "--help-all" else word for word in words]
     try:
@@ -112,13 +97,10 @@ def config_first(words: Sequence[str], command: str = "") -> list[str]:
         is_path = not re.fullmatch(r"[\w.-]+", name) or name.endswith((".yaml", ".yml", ".json"))
         if Path(name).exists() and not Path(name).is_file():
             raise ValueError(f"--config {name} is no regular file: name a YAML file")  # a pipe would be waited for
-        if is_path or Path(name).exists():
-            files.append(f"--config={name}")
-        elif name in shipped:
-            files.append(f"--config={shipped[name]}")
-        else:
+        if not (is_path or Path(name).exists() or name in shipped):
             known = f", nor a configuration of the package: {', '.join(shipped)}" if shipped else ""
             raise ValueError(f"--config {name} is no file{known}")
+        files.append(f"--config={name if is_path or Path(name).exists() else shipped[name]}")
     return files + others
 
 

@@ -25,12 +25,8 @@ Kind = TypeVar("Kind")
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file.
-
-    Raises:
-        ValueError: the file is too large, not UTF-8 or not JSON, or nested deeper than 200 levels.
-        OSError: the file cannot be read.
-    """
+    """The value of a JSON file. ValueError: the file is too large, not UTF-8 or not JSON, or nested deeper than 200
+    levels. OSError: the file cannot be read."""
     return parse_json(_read_bytes(path, MAX_CONFIG_BYTES), str(path))
 
 
@@ -43,10 +39,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of JSON text in UTF-8, perhaps with a byte order mark, without halves of surrogate pairs.
-
-    ``where``: the file, or the file and the line, for messages.
-    """
+    """The value of JSON text in UTF-8, perhaps with a byte order mark; ``where``: file, or file and line, for
+    messages."""
     from pydantic_core import from_json  # limits the depth and the digits of a number; json does not
 
     try:
@@ -92,11 +86,8 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
 
 
 def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
-    """The lines of a binary stream with their numbers from 1 on; no more than one line is held at once.
-
-    Raises:
-        ValueError: a line, or blank lines one after the other, are longer than ``MAX_LINE_MIB``.
-    """
+    """The lines of a binary stream with their numbers from 1 on, one at a time; ValueError where a line, or blank lines
+    one after the other, are longer than ``MAX_LINE_MIB``."""
     number, num_blank, max_bytes = 1, 0, MAX_LINE_MIB << 20
     while line := stream.readline(max_bytes + 1):
         num_blank = num_blank + len(line) if line.isspace() else 0
@@ -110,10 +101,7 @@ def read_objects(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
     """The objects of a JSON array, or of JSON texts one after the other, as text, with their numbers from 1 on.
 
     One object is held at once. Brackets outside of strings show where an object ends; the rest of its grammar is
-    unchecked.
-
-    Raises:
-        ValueError: an object is longer than ``MAX_LINE_MIB``, or something stands between objects.
+    unchecked. ValueError: an object is longer than ``MAX_LINE_MIB``, or something stands between objects.
     """
     number, depth, lowest, is_first = 1, 0, 0, True  # lowest: 1 within an array
     data, num_seen = b"", 0  # what is not handed out yet
@@ -160,16 +148,9 @@ def _read_bytes(path: Path, max_bytes: int) -> bytes:
 def validated(kind: type[Kind], value: Any, where: str, *, strict: bool = False) -> Kind:
     """The value of a type that pydantic reads, such as a model or a TypedDict; of JSON text in bytes, or parsed.
 
-    Args:
-        kind: the type. Keys that a TypedDict does not name are free, and absent from the result. Its lists should stop
-            at the first fault (``fail_fast``): a million faults take a gigabyte.
-        value: the JSON text or the parsed value.
-        where: for messages.
-        strict: convert nothing, so that a text stands for no number.
-
-    Raises:
-        ValueError: the first fault in one line, which begins with ``where`` and the place in the value.
-    """
+    Keys that a TypedDict does not name are free, and absent from the result. Lists should stop at the first fault
+    (``fail_fast``): a million faults take a gigabyte. ``strict``: a text stands for no number. ValueError: the first
+    fault in one line, which begins with ``where`` and the place in the value."""
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(kind)

@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors", "g
 def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Command line, settings, seed, versions, git revision (of a source checkout), machine and date (UTC).
 
-    `settings`: further values, such as figures measured during the run. No command with a record takes a secret.
+    `settings`: further values, such as figures measured during the run; never a secret.
     """
     versions = {"python": platform.python_version(), "drafter": VERSION}
     for name in _PACKAGES:
@@ -46,10 +46,8 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
 
 
 def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> None:
-    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`.
-
-    A file's record is written before the file, so that a later run knows the file as its own. A pipe has no record.
-    """
+    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`, before the file, so
+    that a later run knows the file as its own. A pipe has no record."""
     if not is_stream(output):
         record = {"output": output.name, **run_record(seed=seed, settings=settings)}
         text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -63,11 +61,8 @@ def _run_file(output: Path) -> Path:
 def check_output(out: Path, *, overwrite: bool = False) -> None:
     """Refuse, before the work, an output file that cannot be written or that holds something else.
 
-    An empty file may be replaced, and a file that an earlier run wrote: its run record names the file.
-
-    Raises:
-        ValueError: another file stands there and `overwrite` is not set.
-        OSError: a folder stands there, or the place is not writable.
+    An empty file may be replaced, and a file that an earlier run wrote: its run record names the file. ValueError:
+    another file stands there and `overwrite` is not set. OSError: a folder stands there, or the place is not writable.
     """
     if out.is_dir():
         raise IsADirectoryError(f"--out {out} is a folder: name a file in it")
@@ -88,11 +83,10 @@ def check_output(out: Path, *, overwrite: bool = False) -> None:
 def _git_revision() -> str | None:
     """Commit of the checkout that this package runs from, `+changes` if its files differ; None when installed."""
     folder = Path(__file__).resolve().parents[2]
-    if not (folder / ".git").exists():
-        return None
     words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        if (folder / ".git").exists():
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     return None
 
 

@@ -1,10 +1,6 @@
 """Checks of values that users give: a ValueError names the flag, the value and the permitted range.
 
-@dataclass(frozen=True)
-class Toy(Checked):
-    rows: int = within(8, low=1, high=64)               # the help shows "from 1 to 64"
-
-Toy(rows=0)                                             # --rows is 0 but must be an integer from 1 to 64
+Of a field ``rows: int = within(8, low=1, high=64)``: "--rows is 0 but must be an integer from 1 to 64".
 """
 
 from collections.abc import Sequence
@@ -57,14 +53,9 @@ def range_of(kind: type, name: str) -> Range | None:
 
 
 def check_ranges(options: Any, prefix: str = "--") -> None:
-    """Check every field of a dataclass that has a range; None stands for an open value.
+    """ValueError for a field of a dataclass outside its range; None stands for an open value.
 
-    Args:
-        options: the dataclass.
-        prefix: what precedes a field's name in messages: nothing where users know the field as an argument of Python.
-
-    Raises:
-        ValueError: a value is out of range.
+    ``prefix`` precedes a field's name in messages: nothing where users know the field as an argument of Python.
     """
     for item in fields(options):
         span, value = range_of(type(options), item.name), getattr(options, item.name)
@@ -77,10 +68,8 @@ def check_ranges(options: Any, prefix: str = "--") -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """Base of settings whose ranges are checked on construction.
-
-    A class with checks of its own calls ``super().__post_init__()`` in them, so that the options of a command, which
-    are the settings of several classes, run each check once. ``prefix`` is that of :func:`check_ranges`.
+    """Base of settings whose ranges are checked on construction; a class with checks of its own calls
+    ``super().__post_init__()`` in them. ``prefix`` is that of :func:`check_ranges`.
     """
 
     prefix: ClassVar[str] = "--"

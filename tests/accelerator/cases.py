@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import drafter.proposers.beam as beam_module
-from drafter.data.rows import collate
+from drafter.data.rows import ChatBatch, collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
 from drafter.engine.engine import Engine
@@ -37,9 +37,9 @@ from drafter.serving.protocol import CompletionRequest
 from drafter.serving.worker import Worker
 from drafter.targets.target import Target
 from drafter.training import module as training_module
-from drafter.training.module import DrafterModule, PairedBatch, Teacher
+from drafter.training.module import DrafterModule, Teacher
 from drafter.training.options import Objective, OptimOptions
-from drafter.training.pairs import draft_index_of
+from drafter.training.pairs import Pairs, draft_index_of
 from tests.accelerator.device import DEVICE, HiddenReadError, Refuser, TwoDevicesError
 from tests.data.tiny import tiny_tokenizer
 from tests.engine.oracle import plan_of
@@ -263,7 +263,7 @@ def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModu
     return module
 
 
-def batch_of(module: DrafterModule) -> PairedBatch:
+def batch_of(module: DrafterModule) -> tuple[ChatBatch, Pairs]:
     """A batch whose pairs were chosen on the CPU, moved to the device as Lightning does."""
     with unset_fake_temporarily():
         rows = [(torch.arange(3, 3 + size), torch.arange(size) >= 4) for size in (24, 20, 16)]

@@ -14,8 +14,14 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from drafter.bench.backends import EngineBackend, PeerProcess, TransformersBackend, start_peer, weights_file
-from drafter.bench.measure import peak_memory
+from drafter.bench.backends import (
+    EngineBackend,
+    PeerProcess,
+    TransformersBackend,
+    peak_memory,
+    start_peer,
+    weights_file,
+)
 from drafter.bench.settings import parse_method
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
@@ -79,7 +85,7 @@ def pythons() -> dict[str, str]:
 
 @pytest.fixture
 def llama_cpp(target: Target, pythons: dict[str, str]) -> Iterator[PeerProcess]:
-    with closing(start_peer(target, SPEC, 1, 64, pythons)) as backend:
+    with closing(start_peer(target, SPEC, 64, pythons)) as backend:
         yield backend
 
 
@@ -87,11 +93,11 @@ def test_a_file_of_the_wanted_format_is_taken_as_it_is(file: Path) -> None:
     assert weights_file(file, "F32") == file  # most of its matrices are float32
     assert weights_file(file, "BF16").parent == file.parent / "home" / "gguf"
     with pytest.raises(ValueError, match="comes from no GGUF file"):
-        start_peer(tiny_target(), SPEC, 1, 64, {})
+        start_peer(tiny_target(), SPEC, 64, {})
 
 
 def test_weights_are_the_targets_own_in_another_precision(file: Path, target: Target, pythons: dict[str, str]) -> None:
-    start_peer(target, parse_method("llama-cpp:BF16"), 1, 64, pythons).close()
+    start_peer(target, parse_method("llama-cpp:BF16"), 64, pythons).close()
     new = gguf.GGUFReader(weights_file(file, "BF16"))
     tensors = {tensor.name: tensor for tensor in new.tensors}
     for tensor in gguf.GGUFReader(file).tensors:
@@ -115,7 +121,7 @@ def test_llama_cpp_answers_as_plain_decoding_does(target: Target, llama_cpp: Pee
 @pytest.mark.parametrize("speculation", ["lookup", "draft"])
 def test_llama_cpps_own_speculation_changes_no_text(speculation: str, target: Target, pythons: dict[str, str]) -> None:
     spec = parse_method(f"llama-cpp:F32:{speculation}")
-    with closing(start_peer(target, spec, 1, 64, pythons, target.name)) as peer:
+    with closing(start_peer(target, spec, 64, pythons, target.name)) as peer:
         answers = peer.answer(PROMPTS, PARAMS)
     assert [answer.token_ids for answer in answers] == plain_texts(target)
     assert all(1 <= answer.num_forwards <= len(answer.token_ids) for answer in answers)
@@ -130,7 +136,7 @@ def test_an_engine_that_dies_is_one_line(llama_cpp: PeerProcess) -> None:
 
 def test_a_python_without_the_engine_is_one_line(target: Target) -> None:
     with pytest.raises(ValueError, match="--peer-python llama-cpp-python=/no/python cannot be run: No such file"):
-        start_peer(target, SPEC, 1, 64, {"llama-cpp-python": "/no/python"})
+        start_peer(target, SPEC, 64, {"llama-cpp-python": "/no/python"})
     if subprocess.run([sys.executable, "-c", "import llama_cpp"], capture_output=True).returncode:
         with pytest.raises(ValueError, match="the engine failed: ModuleNotFoundError: No module named 'llama_cpp'"):
-            start_peer(target, SPEC, 1, 64, {})
+            start_peer(target, SPEC, 64, {})

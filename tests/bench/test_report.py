@@ -36,7 +36,7 @@ def test_speedups_are_ratios_within_a_round() -> None:
 
 def test_tables_have_baselines_of_their_own() -> None:
     """Settings of plain decoding that differ between tables are no two kinds of plain decoding."""
-    tables = summarise([*pair(), *pair(max_new_tokens=7, compile=True)])
+    tables = summarise([*pair(), *pair(max_new_tokens=7)])
     assert [[method.label for method in methods] for methods in tables] == [["none", "lookup"]] * 2
 
 
@@ -48,7 +48,7 @@ def test_the_table_says_what_was_measured() -> None:
     assert lines[0][3] == "over llama.cpp BF16" and lines[2][:5] == [
         "drafter", "314.6 (309.8 to 319.3)", "1.14x (1.05 to 1.24)", "2.36x (2.16 to 2.57)", "1.83",
     ]  # fmt: skip
-    assert lines[3][5:7] == ["0/16", "1.027 (max 3.999)"] and "humanities" in categories
+    assert lines[3][5] == "0/16" and "humanities" in categories
     many = report([{**record, "batch_size": size, "by_category": {}} for record in PEERS for size in (2, 4)])
     assert "| batch size |" in many and "by category" not in many
 
@@ -62,8 +62,8 @@ def test_other_drafters_weights_and_sizes_are_no_rounds_of_each_other() -> None:
     first, second = ({"drafter": "d", "drafter_fingerprint": letter * 16} for letter in "ab")
     assert labels(first, first) == [("", 2)]
     assert labels(first, second) == [
-        (" (d, weights aaaaaaaa, sizes unknown, compile auto)", 1),
-        (" (d, weights bbbbbbbb, sizes unknown, compile auto)", 1),
+        (" (d, weights aaaaaaaa, sizes unknown)", 1),
+        (" (d, weights bbbbbbbb, sizes unknown)", 1),
     ]
     assert len(labels(first, first | {"tuned_digest": "1" * 16}, first | {"drafter": "other"}, {})) == 4
 

@@ -16,7 +16,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
     ):
         spec = parse_method(text)
         assert (spec.config, spec.numbers) == (EngineConfig(method=spec.name, **config), knobs), text
-    specs = [parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1", "vllm", "hf-generate", "none")]
+    specs = [parse_method(text) for text in ("llama-cpp", "llama-cpp:Q4_1", "ik-llama-cpp", "hf-generate", "none")]
     assert [spec.is_peer for spec in specs] == [True, True, True, True, False]
     assert [spec.gguf_weights for spec in specs[:2]] == ["BF16", "Q4_1"]
     spec = parse_method("llama-cpp:stored:draft")
@@ -35,7 +35,7 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
         ("drafter:tuned:alone", "leave the other options out"),
         ("llama-cpp:BF16:F16", "BF16 and F16 exclude each other"),
         ("drafter:W2:L2:N99", "--tree-size 99"),
-        ("vllm:W4", "takes none"),
+        ("ik-llama-cpp:W4", "takes none"),
     ],
 )
 def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:

@@ -42,7 +42,7 @@ def test_fewer_prompts_come_from_all_categories() -> None:
     workload = Workload("w", items)
     assert [item.prompt for item in workload.take(3).items] == ["0", "1", "3"]
     assert [item.prompt for item in workload.take(4).items] == ["0", "1", "3", "4"]
-    assert workload.take(None) is workload and workload.take(9) is workload
+    assert workload.take(None) == workload == workload.take(9)
 
 
 @pytest.mark.parametrize(

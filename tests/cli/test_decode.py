@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.bench.measure import compare
 from drafter.cli import decode as cli_decode
 from drafter.cli.decode import _verdict
 from drafter.cli.main import main
-from drafter.data.traffic import read_traffic
+from drafter.data.formats import read_traffic
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.request import Request
@@ -82,8 +81,6 @@ def test_a_difference_is_named_with_the_targets_margin(target: str) -> None:
     margin = float(logits_V[11] - logits_V[30])
     assert shown == ["yes", f"no: token 3, logits {abs(margin):.3f} apart", "no: one ends at token 2"]
     assert _verdict(model, written(plain), written(others[0]), is_greedy=False) == "no: token 3"
-    compared = compare(model, [[5, 6]] * 3, [plain] * 3, [plain, *others])
-    assert compared == {"num_prompts": 3, "num_identical": 1, "margins": [pytest.approx(margin, abs=1e-5)]}
 
 
 def written(token_ids: list[int]) -> Request:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import processors
 
+from drafter.cli.data import inspect_file
 from drafter.data import encode
 from drafter.data.encode import EMPTY, NO_ANSWER, TOO_LONG, EncodedRow, RowEncoder, encode_files
-from drafter.data.inspect import inspect_file
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_conversation, encode_rows, tiny_tokenizer, write_jsonl
 
 # Trims answers, and puts an empty reasoning block before the last one.

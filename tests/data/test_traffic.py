@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter.data.traffic import read_traffic
+from drafter.data.formats import read_traffic
 from tests.data.tiny import write_jsonl
 
 

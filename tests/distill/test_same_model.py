@@ -11,7 +11,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.distill.endpoint import Endpoint
 from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, distill
-from drafter.distill.same_model import Comparison, compare_models
+from drafter.distill.same_model import compare_models
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import wrap_model
@@ -35,28 +35,30 @@ def plain_engine(template: str = CHAT_TEMPLATE, noise: float = 0.0) -> Engine:
     return Engine(target, None, EngineConfig(method="none", max_num_seqs=4, max_model_len=256))
 
 
-def compare(live: Live) -> Comparison:
+def compare(live: Live) -> list[str]:
     return compare_models(Endpoint(live.url, "tiny"), tiny_target(), PROMPTS)
 
 
 def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    differs = "warning: the server differs from the target: "
     with live_server() as live:
-        found = compare(live)
-        assert not found.lines and not found.is_other_model and found.num_tokens > 4
+        (line,) = compare(live)
+        assert line.startswith("the server runs the target: ") and int(line.split()[5]) > 4
         requests = live.server._requests
         hot = {"temperature": 3.0}
         monkeypatch.setattr(live.server, "_requests", lambda body, *rest: requests(body.model_copy(update=hot), *rest))
-        (line,) = compare(live).lines
-        assert line.startswith("sampling parameters: ")
+        (line,) = compare(live)
+        assert line.startswith(differs + "sampling parameters: ")
     with live_server(plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: "))) as live:
-        (line,) = compare(live).lines
-        assert line.startswith("chat template: from prompt token 1 on the server reads")
+        (line,) = compare(live)
+        assert line.startswith(differs + "chat template: from prompt token 1 on the server reads")
     with live_server(plain_engine(noise=0.1)) as live:
-        rounded = compare(live)
-    assert not rounded.is_other_model
-    assert any(line.startswith("dtype or quantisation: log-probabilities differ by") for line in rounded.lines)
-    with live_server(plain_engine(noise=3.0)) as live:
-        assert compare(live).is_other_model
+        assert any(line.startswith(f"{differs}dtype or quantisation: log-probabilities") for line in compare(live))
+    with (
+        live_server(plain_engine(noise=3.0)) as live,
+        pytest.raises(ValueError, match="does not serve 'tiny'; .*another"),
+    ):
+        compare(live)
 
 
 def test_ids_outside_the_vocabulary_are_one_line(server: FakeServer) -> None:
@@ -87,7 +89,8 @@ def test_a_server_without_the_field_is_asked_once(server: FakeServer, prompts: s
     assert report.num_new == 12 and not report.notes[NO_ANSWER]
     assert sum("return_token_ids" in body for body in server.bodies) == 1
     assert "token_ids" not in json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])
-    assert compare_models(Endpoint(server.url, "tiny"), tiny_target(), PROMPTS) == Comparison(0, [], False)
+    (line,) = compare_models(Endpoint(server.url, "tiny"), tiny_target(), PROMPTS)
+    assert "gives no token ids" in line
 
 
 @pytest.mark.parametrize("part", [{"reasoning": "Let me look."}, {"reasoning_content": "Hm."}, {"tool_calls": [{}]}])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from drafter.proposers.copying import SHARES, Copies, count_copied, mix
+from drafter.proposers.copying import SHARES, Copies, mix
 from tests.proposers.test_beam_reference import Case
 
 
@@ -40,8 +40,6 @@ def test_the_longest_match_names_the_token_behind_it() -> None:
     assert odds_BW[0].tolist() == pytest.approx([3, 1 + math.log(2)])  # a stands before b twice
     copies = copies.follow(torch.tensor([[1, 0]]), torch.tensor([[1, 3]]))
     assert [found.tolist() for found in copies.best()] == [[[2, 0]], [[2, 4]]]
-    assert count_copied([0, 1, 2, 3, 0, 1], [2, 3, 4, 0, 1], [3, 0]) == 2
-    assert count_copied([0, 1], [2, 0, 1, 2, 0], [1, 1, 1]) == 2, "all but the first: its root stood nowhere before"
 
 
 def test_all_occurrences_of_the_last_token_vote() -> None:

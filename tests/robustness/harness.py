@@ -29,7 +29,6 @@ _FORKS = multiprocessing.get_context("forkserver")
 _MODULES = [
     "drafter.bench.tune",
     "drafter.cli.decode",
-    "drafter.data.inspect",
     "drafter.distill.run",
     "drafter.training.adapt",
     "transformers.models.llama.modeling_llama",

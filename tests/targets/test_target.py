@@ -310,3 +310,14 @@ def test_a_window_that_is_switched_off_is_none_and_one_that_attention_ignores_is
         assert layer_windows(build(TARGETS[name](**settings)), name) == {}
     with pytest.raises(ValueError, match="a sliding window of 8 tokens in its configuration"):
         wrap_model(build(TARGETS["Llama"](sliding_window=WINDOW)), name="odd")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPTNeoX", "OPT", "Cohere2"])
+def test_the_final_norm_is_found(name: str) -> None:
+    target, seen = tiny(name), []
+    norm = target.runtime.final_norm()
+    last = [module for module in target.model.modules() if type(module) is type(norm)][-1]
+    hook = last.register_forward_hook(lambda module, given, output: seen.append((given[0], output)))
+    target.forward(torch.tensor([[5, 6, 7, 8]]))
+    hook.remove()
+    torch.testing.assert_close(norm(seen[-1][0]), seen[-1][1])

@@ -101,7 +101,7 @@ def losses_of(folder: Any, names: Sequence[str], target: Target, drafter: dict[s
     parts = read_parts(names, target, options)
     torch.manual_seed(3)
     module = make_module(target, parts, drafter=drafter)
-    parts = with_states(parts, target, options, draft_length=3, context_layers=layers)
+    parts = with_states(parts, target, options, 3, layers)
     loaders = TrainLoader(parts.train, batch_tokens=200, seed=0), ValLoader(parts.val, batch_tokens=200)
     make_trainer(folder, max_steps=6, check_val_every_n_epoch=1, callbacks=[seen]).fit(module, *loaders)
     return seen.seen

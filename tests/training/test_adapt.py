@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from drafter.cli.main import main
-from drafter.data.traffic import TrafficRow, read_traffic
+from drafter.data.formats import TrafficRow, read_traffic
 from drafter.integrations import export as export_module
 from drafter.models.drafter import RecurrentDrafter
 from drafter.training import adapt as module

@@ -1,17 +1,13 @@
-"""Training itself, on a tiny target's own greedy text; the target as a teacher, or its states as they were stored."""
+"""Training itself, on a tiny target's own greedy text; the target as a teacher, or its states as the cache has them."""
 
 import copy
 import math
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 
-from drafter.data.options import DataOptions
-from drafter.data.parts import read_parts
-from drafter.data.rows import TokenRows
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
 from drafter.models.config import DrafterConfig
@@ -19,7 +15,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
 from drafter.training.losses import count_better
 from drafter.training.module import Teacher
-from tests.data.tiny import chat, tiny_target, write_jsonl, write_vllm
+from tests.data.tiny import chat, tiny_target, write_jsonl
 from tests.engine.oracle import assert_lossless
 from tests.targets.zoo import TARGETS, build
 from tests.training.fakes import (
@@ -106,8 +102,8 @@ def test_loss_is_that_of_each_pair_by_itself(tmp_path) -> None:
                     log_q = drafter.logits(hidden[t], state).log_softmax(dim=-1)
                     total += float((log_p.exp() * (log_p - log_q)).sum())
                     num += 1
-        paired = module.on_before_batch_transfer(batch, 0)
-        loss = module.loss(*module.inputs(paired), paired.pairs, is_exact=True)
+        batch, pairs = module.on_before_batch_transfer(batch, 0)
+        loss = module.loss(*module.inputs(batch, pairs), pairs, is_exact=True)
     assert float(loss) == pytest.approx(total / num, rel=1e-4)
 
 
@@ -121,10 +117,10 @@ def test_validation_logs_shares_of_the_whole_set(tmp_path) -> None:
     trainer.fit(module, loader_of(*[batch_of(rows)] * 30), loader_of(*batches))
     ranks: list[list[torch.Tensor]] = []
     for batch in batches:
-        paired = module.on_before_batch_transfer(batch, 0)
-        feature_PF, _ = module.inputs(paired)
-        rank_P = count_better(feature_PF, module._output_rows(), paired.pairs.label_P, module.objective)
-        ranks.append(list(rank_P.split(list(paired.pairs.num_starts))))
+        batch, pairs = module.on_before_batch_transfer(batch, 0)
+        feature_PF, _ = module.inputs(batch, pairs)
+        rank_P = count_better(feature_PF, module._output_rows(), pairs.label_P, module.objective)
+        ranks.append(list(rank_P.split(list(pairs.num_starts))))
     for depth, top in ((0, 1), (2, 8)):
         share = (torch.cat([rank_P[depth] for rank_P in ranks]) < top).float().mean()
         assert trainer.callback_metrics[f"val/top{top}_d{depth + 1}"] == pytest.approx(float(share))
@@ -168,22 +164,15 @@ def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
     torch.testing.assert_close(teacher.logits(hidden_CD), wanted_CR, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
-def test_training_from_stored_states_is_training_from_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_reads_the_states_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose answers begin far behind the first token. No training asks the target, and a full cache is as good."""
-    made, layers, rows = tiny_target(), (0, 1), [chat(f"a rather long question {i}?", "and " * i) for i in range(20)]
-    with torch.no_grad():
-        made.model.model.norm.weight.copy_(torch.linspace(0.5, 2, made.hidden_size))
-    target = wrap_model(made.model.to(torch.bfloat16), made.tokenizer, name="tiny")  # as the cache keeps it
+    target, rows = tiny_target(), [chat(f"a rather long question {i}?", "and " * i) for i in range(20)]
     names = [write_jsonl(tmp_path / "train.jsonl", [{"messages": row} for row in rows])]
     settings: dict[str, Any] = {"val": 0.4, "max_length": 64, "batch_tokens": 200}
-    both = datasets.concatenate_datasets([part.dataset for part in read_parts(names, target, DataOptions(**settings))])
-    write_vllm(tmp_path / "vllm", TokenRows(both), target, layers)
+    fused = {"context": "fused", "context_layers": (0, 1)}
+    live = losses_of(tmp_path, names, target, fused, **settings)
     monkeypatch.setattr(Teacher, "forward", lambda *_: pytest.fail("the target was run although its states are there"))
-    cache, stored = {"cache_hidden_states": str(tmp_path / "cache")}, {"hidden_states": str(tmp_path / "vllm")}
-    fused = {"context": "fused", "context_layers": layers}
-    own, again, theirs = (
-        losses_of(tmp_path, names, target, fused, **settings, **each) for each in (cache, cache, stored)
-    )
+    settings["cache_hidden_states"] = str(tmp_path / "cache")
+    own, again = (losses_of(tmp_path, names, target, fused, **settings) for _ in range(2))
     assert len(own) > 6 and again == own
-    assert theirs == pytest.approx(own, rel=2e-4), "a forward over one row rounds a little otherwise than over many"
+    assert own == pytest.approx(live, rel=2e-3), "the cache rounds to bfloat16"

@@ -360,7 +360,6 @@ def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: P
         (["--trainer.acelerator", "cpu"], ["--trainer.acelerator", "did you mean accelerator"]),
         (["--trainer.default_root_dir", "x"], ["--trainer.default_root_dir", "give --out"]),
         (["--data.val", "2"], ["--data.val 2", "must be a share"]),
-        (["--data.hidden_states", "a", "--data.cache_hidden_states", "b"], ["a is read", "b computed"]),
         (["--data.max_length", "300"], ["--data.batch_tokens 256 must be at least --data.max_length 300"]),
         (["--model.drafter", "[" * 5000], ["model.drafter"]),
         (["--model.drafter.draft_vocab_size", "5000"], ["draft_vocab_size", "5000"]),

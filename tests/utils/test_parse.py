@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from drafter.bench import results
 from drafter.data.formats import Row
 from drafter.engine.tuned import RowPlan, TunedSizes
 from drafter.utils.parse import parse_json, parse_yaml, read_json, read_json_object, read_yaml, validated
@@ -60,7 +59,6 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
     ("kind", "name"),
     [
         (TunedSizes, "plans"), (RowPlan, "choices"), (Row, "messages"), (Row, "tools"), (Row, "token_ids"),
-        (results._Identical, "margins"),
     ],
 )  # fmt: skip
 def test_a_list_ends_at_its_first_fault(kind: Any, name: str) -> None:

@@ -195,8 +195,5 @@ def final_norm(model: "PreTrainedModel", name: str) -> nn.Module:
             hook.remove()
     found = [module for module, output in made if torch.equal(output, hidden_BTD)]
     if not found:
-        raise ValueError(
-            f"--data.hidden_states: target {name!r} has no norm behind its last layer that could be applied to "
-            "stored states: use --data.cache_hidden_states"
-        )
+        raise ValueError(f"target {name!r} has no norm behind its last layer, which states before the norm need")
     return copy.deepcopy(found[-1]).cpu()

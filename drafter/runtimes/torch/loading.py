@@ -50,7 +50,7 @@ def load_torch(spec: Spec) -> Target:
     if spec.quantization != "none" and not round_linears(model, BITS[spec.quantization]):
         raise ValueError(f"--quantization {spec.quantization} rounds linear layers, and target {spec.name!r} has none")
     devices = [] if spec.device_map is None else layer_devices(model, spec.name)
-    runtime = TorchRuntime(model, spec.name, is_sharded=spec.num_shards > 1, layer_devices=devices)
+    runtime = TorchRuntime(model, spec.name, layer_devices=devices)
     if spec.is_whole and not spec.is_trainable and spec.device.type == "cpu":
         runtime.pack()
     return Target(

@@ -38,12 +38,11 @@ class TorchRuntime:
         target_name: str,
         *,
         capabilities: Capabilities | None = None,
-        is_sharded: bool = False,
         layer_devices: Sequence[torch.device] = (),
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self._target_name, self.capabilities = target_name, capabilities or probe(model, target_name)
-        self._is_sharded, self._layer_devices, self._is_packed = is_sharded, tuple(layer_devices), False
+        self._layer_devices, self._is_packed = tuple(layer_devices), False
         self._cache_type = SlotCache
         self._compiled: set[Any] = set()  # forms of attention and layers of contexts
         self.decoder = decoder_of(model)
@@ -144,11 +143,6 @@ class TorchRuntime:
         return self.capabilities.logit_map(self.model.get_output_embeddings()(hidden))
 
     def final_norm(self) -> nn.Module:
-        if self._is_sharded:
-            raise ValueError(
-                "--data.hidden_states applies the target's final norm, whose weights lie on several processes: train "
-                "without --model.shard_target"
-            )
         return final_norm(self.model, self._target_name)
 
     def _masks(self, slots: Slots) -> Tensor | dict[str, Tensor]:
