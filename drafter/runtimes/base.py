@@ -124,8 +124,7 @@ class Runtime(Protocol[C]):
         """Input embeddings as the first layer gets them, scale included: int64 [...] -> [..., D]."""
 
     def final_norm(self) -> nn.Module:
-        """A copy, on the CPU, of the norm behind the last layer, for states [..., D] that were stored before the norm
-        (ValueError: the weights are spread over processes, or the target has no such module)."""
+        """A copy, on the CPU, of the norm behind the last layer (ValueError: the target has no such module)."""
 
     def prepare_decoding(self) -> None:
         """Called before the first step of an engine."""
