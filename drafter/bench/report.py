@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drafter.bench.results import BenchRecord
 from drafter.bench.settings import BASELINE
@@ -65,6 +65,12 @@ class Measured(NamedTuple):
         slow = {record["round"]: _rate(record, category) for record in base}
         ratios = [_rate(each, category) / slow[each["round"]] for each in self.rounds if slow.get(each["round"])]
         return Span.of(ratios) if any(ratios) else None
+
+    @property
+    def identical(self) -> str:
+        """The least number of texts that equal plain decoding; `-` where texts are not compared."""
+        counts = [record["identical"]["num_identical"] for record in self.rounds if "identical" in record]
+        return f"{min(counts)}/{self.rounds[0]['prompts']['num_prompts']}" if counts else "-"
 
 
 def summarise(records: Sequence[BenchRecord]) -> list[list[Measured]]:
@@ -125,8 +131,11 @@ def report(records: Sequence[BenchRecord]) -> str:
 
 def _provenance(records: Sequence[BenchRecord]) -> str:
     """When, on which machines, and with which versions the records were measured."""
-    dates = sorted({record["date"][:10] for record in records})
-    machines = dict.fromkeys(_machine(record["machine"]) for record in records)
+    dates, machines = sorted({record["date"][:10] for record in records}), dict[str, None]()
+    for machine in (record["machine"] for record in records):
+        name = machine.get("device") or machine.get("cpu") or machine["system"]
+        memory = f", {machine['memory_gib']:g} GiB of memory" if machine.get("memory_gib") else ""
+        machines[f"{name} ({machine['num_cpus']} cores{memory})"] = None
     used = {name: dict.fromkeys(r["versions"][name] for r in records if name in r["versions"]) for name in _PACKAGES}
     versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in used.items() if values)
     revisions = dict.fromkeys((record.get("git_revision") or "unknown")[:12] for record in records)
@@ -135,12 +144,6 @@ def _provenance(records: Sequence[BenchRecord]) -> str:
         f"Measured {when} on {'; '.join(machines)}. {versions}; revision {', '.join(revisions)}. "
         "Speeds are medians over rounds, with the least and the greatest; speedups are ratios within a round.\n"
     )
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-    name = machine.get("device") or machine.get("cpu") or machine["system"]
-    memory = f", {machine['memory_gib']:g} GiB of memory" if machine.get("memory_gib") else ""
-    return f"{name} ({machine['num_cpus']} cores{memory})"
 
 
 def _main_table(methods: Sequence[Measured]) -> str:
@@ -152,7 +155,7 @@ def _main_table(methods: Sequence[Measured]) -> str:
         "over plain decoding": lambda m: str(m.over(BASELINE) or "-"),
         "over llama.cpp BF16": lambda m: str(m.over(*_LLAMA_CPP_BASELINES) or "-"),
         "tokens per step": lambda m: f"{m.tokens_per_step:.2f}",
-        "identical texts": lambda m: _identical(m.rounds),
+        "identical texts": lambda m: m.identical,
         "peak GiB": lambda m: f"{max(record['peak_memory_bytes']['bytes'] for record in m.rounds) / 2**30:.2f}",
     }
     if {each.rounds[0]["batch_size"] for each in methods} == {1}:
@@ -172,9 +175,3 @@ def _category_table(methods: Sequence[Measured]) -> list[str]:
             rows.append([each.label, *("-" if span is None else f"{span.middle:.2f}x" for span in spans)])
     title = "### Speedup over plain decoding by category, one prompt at a time\n"
     return [title, format_table(["method", *categories], rows) + "\n"] if rows else []
-
-
-def _identical(rounds: Sequence[BenchRecord]) -> str:
-    """The least number of texts that equal plain decoding; `-` where texts are not compared."""
-    least = min((record["identical"]["num_identical"] for record in rounds if "identical" in record), default=None)
-    return "-" if least is None else f"{least}/{rounds[0]['prompts']['num_prompts']}"

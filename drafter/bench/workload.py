@@ -11,7 +11,6 @@ from drafter.engine.loading import ASSETS
 from drafter.engine.request import encode_prompts
 
 if TYPE_CHECKING:
-    from drafter.data.reading import RawRow
     from drafter.targets.target import Target
 
 
@@ -71,7 +70,7 @@ def read_prompt_set(name: str) -> Workload:
         FileNotFoundError: no such file.
         ValueError: a wrong row, with file and line, or the hub cannot be reached.
     """
-    from drafter.data.formats import read_traffic
+    from drafter.data.formats import parse_row, read_traffic
     from drafter.data.reading import BUILTIN_PROMPTS, read_records
 
     if name in HUB_SETS:
@@ -81,18 +80,15 @@ def read_prompt_set(name: str) -> Workload:
     path = Path(own.get(name, name))
     if path.is_dir():
         return Workload(path.name, tuple(Item("", tuple(row.prompt_token_ids)) for row in read_traffic(path)))
-    return Workload(Path(name).name.partition(".")[0] or name, tuple(map(_item, read_records(str(path)))))
-
-
-def _item(record: "RawRow") -> Item:
-    from drafter.data.formats import parse_row
-
-    category, row = record.fields.get("category") or "", parse_row(record)
-    if not isinstance(category, str):
-        raise ValueError(f"{record.where}: category is {category!r} but must be text")
-    if row.text is None and not row.prompt_ids and not (row.prompt and row.prompt[-1]["content"].strip()):
-        raise ValueError(f"{record.where}: the row has no text of a user")
-    return Item(category, row.text if row.text is not None else row.prompt_ids or row.prompt)
+    items = []
+    for record in read_records(str(path)):
+        category, row = record.fields.get("category") or "", parse_row(record)
+        if not isinstance(category, str):
+            raise ValueError(f"{record.where}: category is {category!r} but must be text")
+        if row.text is None and not row.prompt_ids and not (row.prompt and row.prompt[-1]["content"].strip()):
+            raise ValueError(f"{record.where}: the row has no text of a user")
+        items.append(Item(category, row.text if row.text is not None else row.prompt_ids or row.prompt))
+    return Workload(Path(name).name.partition(".")[0] or name, tuple(items))
 
 
 def _hub_items(name: str) -> Iterator[Item]:

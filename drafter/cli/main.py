@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
     except Exception as error:
-        if not _is_of_user(error):
+        # A user can mend a value, a file, a full disk, too little memory, a missing package.
+        is_ours = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "drafter"
+        kinds = ValueError, OSError, ArgumentError, MemoryError, ModuleNotFoundError
+        is_known = isinstance(error, kinds) or type(error).__name__ in _DAMAGE or "can't allocate memory" in str(error)
+        if is_ours or not is_known:
             raise
         print(f"drafter: error: {_one_line(error)}", file=sys.stderr)
         return _EXIT_ERROR
@@ -74,14 +78,6 @@ def _open_streams() -> None:
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read by bars that leave the question open, and by other packages
-
-
-def _is_of_user(error: Exception) -> bool:
-    """Whether a user can mend what failed: a value, a file, a full disk, too little memory, a package."""
-    if isinstance(error, ModuleNotFoundError):
-        return (error.name or "").split(".")[0] != "drafter"
-    is_full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-    return is_full or isinstance(error, ValueError | OSError | ArgumentError) or type(error).__name__ in _DAMAGE
 
 
 def _one_line(error: BaseException) -> str:

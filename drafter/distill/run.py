@@ -92,20 +92,17 @@ class EngineAnswerer:
                 fitting.append((item, ids))
             else:
                 yield None
-        for part in fitting[:_FIRST_ROWS], fitting[_FIRST_ROWS:]:
-            yield from self._answer(part)
-
-    def _answer(self, asked: Sequence[tuple[WantedAnswer, list[int]]]) -> AnswerStream:
         unfinished = Counter[int]()
         try:
-            for event in self.engine.stream([ids for _, ids in asked], [item.params for item, _ in asked]):
-                unfinished[event.index] += len(event.token_ids)
-                if (done := event.completion) is not None:
-                    item, ids = asked[event.index]
-                    if self.states is not None:  # before the row: who finds the row finds its states
-                        self.states.write(ids, done.token_ids, partial(self.engine.states, done))
-                    del unfinished[event.index]
-                    yield row_of(item, done)
+            for part in fitting[:_FIRST_ROWS], fitting[_FIRST_ROWS:]:
+                for event in self.engine.stream([ids for _, ids in part], [item.params for item, _ in part]):
+                    unfinished[event.index] += len(event.token_ids)
+                    if (done := event.completion) is not None:
+                        item, ids = part[event.index]
+                        if self.states is not None:  # before the row: who finds the row finds its states
+                            self.states.write(ids, done.token_ids, partial(self.engine.states, done))
+                        del unfinished[event.index]
+                        yield row_of(item, done)
         finally:
             if unfinished:
                 lost = f"{len(unfinished):,} unfinished answers with {unfinished.total():,} tokens are lost"

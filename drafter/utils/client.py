@@ -21,7 +21,7 @@ from drafter.utils.io import printable
 from drafter.utils.parse import validated
 
 if TYPE_CHECKING:
-    import httpx
+    pass
 
 MAX_REPLY_BYTES = 64 << 20
 MAX_COUNT = 10**9  # tokens, steps and ids: no server has more
@@ -121,21 +121,16 @@ async def _post(address: str, content: bytes) -> bytes:
     except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
         raise OSError(printable(f"{type(error).__name__}: {error}")) from error
     if not is_success:
-        raise _refusal(response, bytes(data[:most]))
+        reason = data[:most].decode("utf-8", errors="replace")
+        with contextlib.suppress(ValueError):  # not of OpenAI's form: the text as it came
+            reason = validated(_Failure, bytes(data[:most]), "the reply").message
+        if response.is_redirect:
+            place = printable(response.headers.get("Location", ""), 200)
+            reason = f"redirects to {place!r}, which is not followed: name that address"
+        raise ServerError(response.status_code, printable(reason) or printable(response.reason_phrase))
     if len(data) > most:
         raise ValueError(f"the reply is larger than {most >> 20} MiB")
     return bytes(data)
-
-
-def _refusal(response: "httpx.Response", data: bytes) -> ServerError:
-    """The error of a status with the beginning of its content; a redirect is one."""
-    if response.is_redirect:
-        place = printable(response.headers.get("Location", ""), 200)
-        return ServerError(response.status_code, f"redirects to {place!r}, which is not followed: name that address")
-    text = data.decode("utf-8", errors="replace")
-    with contextlib.suppress(ValueError):  # not of OpenAI's form: the text as it came
-        text = validated(_Failure, data, "the reply").message
-    return ServerError(response.status_code, printable(text) or printable(response.reason_phrase))
 
 
 # -- checked values of replies --------------------------------------------------------------------------------------

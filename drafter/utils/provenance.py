@@ -34,13 +34,28 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
+    machine: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
+        name_of = getattr(torch.get_device_module(), "get_device_name", str)
+        machine["gpus"] = [name_of(index) for index in range(torch.accelerator.device_count())]
+    folder, revision = Path(__file__).resolve().parents[2], None
+    words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        if (folder / ".git").exists():  # else the package is installed
+            revision = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "settings": dict(settings or {}),
         "versions": versions,
-        "git_revision": _git_revision(),
-        "machine": _machine(),
+        "git_revision": revision,
+        "machine": machine,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -78,30 +93,6 @@ def check_output(out: Path, *, overwrite: bool = False) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with hidden_folder(place):
         pass
-
-
-def _git_revision() -> str | None:
-    """Commit of the checkout that this package runs from, `+changes` if its files differ; None when installed."""
-    folder = Path(__file__).resolve().parents[2]
-    words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        if (folder / ".git").exists():
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    return None
-
-
-def _machine() -> dict[str, Any]:
-    machine: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-    }
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.accelerator.is_available():
-        name_of = getattr(torch.get_device_module(), "get_device_name", str)
-        machine["gpus"] = [name_of(index) for index in range(torch.accelerator.device_count())]
-    return machine
 
 
 def cpu_name() -> str:
