@@ -21,7 +21,6 @@ from drafter.bench.workload import Workload
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.loading import LoadedModels
-from drafter.engine.settings import Plan
 from drafter.engine.tuned import device_name, fingerprint_of_weights
 from drafter.targets.target import Target
 from drafter.utils.provenance import run_record
@@ -73,12 +72,10 @@ class _Point:
         if len(specs) < len(self.options.specs):
             print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
         identities = [(spec, self._identity(spec)) for spec in specs]
-        turns = [
-            (spec, {"round": number, **identity})
-            for number, (spec, identity) in product(range(self.options.rounds), identities)
-        ]
-        done = {record["run_id"] for record in resume_results(self.options.out)}
-        runs = [(spec, {"run_id": new, **turn}) for spec, turn in turns if (new := run_id(turn)) not in done]
+        done, runs = {record["run_id"] for record in resume_results(self.options.out)}, []
+        for number, (spec, identity) in product(range(self.options.rounds), identities):
+            if (new := run_id({"round": number, **identity})) not in done:
+                runs.append((spec, {"run_id": new, "round": number, **identity}))
         backends: dict[str, Backend] = {}
         oracle: list[list[int]] = []
         with ExitStack() as stack:
@@ -122,13 +119,11 @@ class _Point:
         elif spec.is_peer:
             backend = TransformersBackend(self.hf_target, self.batch_size)
         else:
-            engine = Engine(target, self.models.drafter, self._plan(spec), draft_model=self.models.draft_model)
+            plan = spec.plan(self.models, self.batch_size)
+            engine = Engine(target, self.models.drafter, plan, draft_model=self.models.draft_model)
             backend = EngineBackend(engine, num_tokens)
         backend.answer(self.prompts[: self.batch_size], replace(self.params, max_new_tokens=min(_WARM_UP_TOKENS, most)))
         return backend
-
-    def _plan(self, spec: MethodSpec) -> Plan:
-        return spec.plan(self.models, self.batch_size)
 
     def _identity(self, spec: MethodSpec) -> dict[str, Any]:
         """The part of a record that the rounds of one measurement share."""
@@ -155,13 +150,13 @@ class _Point:
         if spec.name == "drafter" and drafter is not None:  # the drafter's path may hold other weights later
             identity["drafter_fingerprint"] = fingerprint_of_weights(drafter)
         if spec.is_tuned:
-            tuned = Path(self._plan(spec).tuned or "")
+            tuned = Path(spec.plan(self.models, self.batch_size).tuned or "")
             identity["tuned_digest"] = hashlib.sha256(tuned.read_bytes()).hexdigest()[:16]
         return identity
 
     def _record(self, spec: MethodSpec, backend: Backend, answers: Sequence[TimedAnswer]) -> BenchRecord:
         """The part of a record that follows from the answers and the machine."""
-        used = {} if spec.is_peer else self._plan(spec).record()
+        used = {} if spec.is_peer else spec.plan(self.models, self.batch_size).record()
         if used.get("tuned"):  # paths of this machine stay out of results
             name = Path(used["tuned"]).name
             used |= {"tuned": name, "reason": used["reason"].replace(used["tuned"], name)}

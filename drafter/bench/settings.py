@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from drafter.engine.loading import LoadedModels, TargetConfig
 from drafter.engine.settings import NO_FILE, EngineConfig, EngineOptions, Plan, resolve, tuned_path
 from drafter.proposers.options import METHODS, Method, drafting_class
-from drafter.utils.options import Options, comma_separated, part_of, suggestion
+from drafter.utils.options import Options, part_of, suggestion
 from drafter.utils.validate import SEED, flag_of, within
 
 BASELINE = "none"  # plain decoding of this package
@@ -169,7 +169,7 @@ class BenchOptions(MethodOptions):
     common: ClassVar = ("target", "drafter", "prompts", "methods", "out", "num_prompts", "batch_sizes")
     kept: ClassVar = "finished runs are in --out; the same command goes on"
     out: Path
-    methods: tuple[str, ...] = comma_separated(("none", "drafter", "lookup", "hf-generate"))
+    methods: tuple[str, ...] = field(default=("none", "drafter", "lookup", "hf-generate"), metadata={"commas": True})
     draft_model: str | None = None
     prompts: tuple[str, ...] = ("evaluation",)
     batch_sizes: tuple[int, ...] = within((1,), low=1, high=1024)

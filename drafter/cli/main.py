@@ -113,7 +113,13 @@ def _dispatch(words: list[str]) -> int:
         beginning = f"{words[0]} " if words and words[0] not in _HELP else ""
         group = [other for other in COMMANDS if other.startswith(beginning)]
         if group and (not words or not set(_HELP).isdisjoint(words[:2])):
-            print(_overview(group))
+            print(
+                "usage: drafter COMMAND [--flags]\n\nLarge language models answer faster, token for token the same.\n"
+            )
+            for name in group:
+                text = inspect.getdoc(options_class(load_command(name))) or ""
+                print(f"  {name:<12}  {text.partition(chr(10))[0]}")
+            print("\ndrafter COMMAND --help lists the flags of a command.")
             return 0 if words else _EXIT_ERROR
         given = " ".join(words[:2]) if group else words[0]
         raise ValueError(f"unknown command {given!r}{suggestion(given, COMMANDS)}. Commands: {', '.join(COMMANDS)}")
@@ -145,13 +151,3 @@ def options_class(function: Callable[..., Any]) -> type[Options]:
     (parameter,) = inspect.signature(function).parameters
     hint: type[Options] = typing.get_type_hints(function)[parameter]
     return hint
-
-
-def _overview(names: Sequence[str]) -> str:
-    """Commands, in one line each."""
-    lines = ["usage: drafter COMMAND [--flags]", "", "Large language models answer faster, token for token the same.\n"]
-    for name in names:
-        function = load_command(name)
-        text = inspect.getdoc(options_class(function)) or ""
-        lines.append(f"  {name:<12}  {text.partition(chr(10))[0]}")
-    return "\n".join([*lines, "", "drafter COMMAND --help lists the flags of a command."])

@@ -133,7 +133,7 @@ class RowEncoder:
         """The encoded row, or the several rows of a long plain text; a dropped row has a ``problem``. ValueError for an
         invalid row, or a conversation for a target without a chat template."""
         row = parse_row(record, columns=self.columns)
-        if row.is_chat:
+        if row.text is None and row.token_ids is None:
             found = [self._conversation(row)]
         elif row.text is not None and len(row.text) > _MOST_CHARACTERS:
             found = [EncodedRow(problem=_TOO_MUCH)]

@@ -108,11 +108,6 @@ class Row(BaseModel):
     token_ids: _Ids | None = None
 
     @property
-    def is_chat(self) -> bool:
-        """Whether the row is a conversation of text, without the target's token ids."""
-        return self.text is None and self.token_ids is None
-
-    @property
     def prompt(self) -> tuple[ChatMessage, ...]:
         """The messages up to and including the last user turn."""
         last = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=-1)

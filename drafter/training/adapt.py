@@ -13,7 +13,7 @@ import shutil
 import statistics
 import sys
 import timeit
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,14 +106,11 @@ def adapt(
     return has_gained
 
 
-def split(rows: Iterable[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow]]:
+def split(rows: Sequence[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow]]:
     """Rows to train on and held-out rows. The hash of a prompt decides, for all its answers and for ever, however much
     traffic is recorded later."""
-    kept: list[TrafficRow] = []
-    held_out: list[TrafficRow] = []
-    for row in rows:
-        number = int.from_bytes(prompt_digest(row.prompt_token_ids), "little")
-        (kept if number % _HELD_OUT_SHARE else held_out).append(row)
+    numbers = [int.from_bytes(prompt_digest(row.prompt_token_ids), "little") % _HELD_OUT_SHARE for row in rows]
+    kept, held_out = ([row for row, n in zip(rows, numbers, strict=True) if bool(n) == is_kept] for is_kept in (1, 0))
     return kept, held_out
 
 

@@ -13,7 +13,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -47,11 +47,6 @@ Part = TypeVar("Part")
 def part_of(options: Options, kind: type[Part]) -> Part:
     """The fields of ``options`` that ``kind``, one of its bases, has."""
     return kind(**{item.name: getattr(options, item.name) for item in fields(kind)})  # type: ignore[arg-type]
-
-
-def comma_separated(default: tuple[str, ...]) -> Any:
-    """A field of texts that hold no commas: ``--x a,b`` is ``--x a --x b``."""
-    return field(default=default, metadata={"commas": True})
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:

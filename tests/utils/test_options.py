@@ -1,14 +1,14 @@
 """One dataclass is flags, YAML keys, arguments and help: the rules, on a toy command."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 
 from drafter.decoding.params import SamplingParams
-from drafter.utils.options import Options, comma_separated, options_from, part_of, read_options
+from drafter.utils.options import Options, options_from, part_of, read_options
 from drafter.utils.validate import within
 
 
@@ -37,7 +37,7 @@ class Toy(Options, SamplingParams):
     kind: Literal["chain", "tree"] = "chain"
     sizes: tuple[int, ...] = within((1,), low=1)
     tag: tuple[str, ...] = ()
-    names: tuple[str, ...] = comma_separated(("a", "b"))
+    names: tuple[str, ...] = field(default=("a", "b"), metadata={"commas": True})  # ``--x a,b`` is ``--x a --x b``
     check: bool = True
     either: bool | None = None
 
