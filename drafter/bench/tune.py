@@ -131,13 +131,13 @@ class Tour(Sizer):
 
 def tuned_table(sizes: TunedSizes) -> str:
     """The choice for each number of rows."""
-    rows = []
+    lines = []
     for plan in sizes.plans:
         best, plain = plan.best(), plan.plain
         tree = [str(best.tree_size), "-", "-"] if best.tree.is_plain else [str(best.tree[index]) for index in (2, 0, 1)]
         seconds = [f"{1000 * choice.step_seconds:.1f}" for choice in (best, plain)]
         rate = f"{plan.num_rows * best.rate():.1f}"
         speedup = f"{best.rate() / plain.rate():.2f}x"
-        rows.append([str(plan.num_rows), *tree, f"{best.tokens_per_step:.2f}", *seconds, rate, speedup])
+        lines.append([str(plan.num_rows), *tree, f"{best.tokens_per_step:.2f}", *seconds, rate, speedup])
     columns = ("rows", "N", "W", "L", "tokens/step", "step ms", "plain ms", "tokens/s", "speedup")
-    return format_table(columns, rows)
+    return format_table(columns, lines)

@@ -13,15 +13,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from drafter.utils.io import printable
 from drafter.utils.parse import validated
-
-if TYPE_CHECKING:
-    pass
 
 MAX_REPLY_BYTES = 64 << 20
 MAX_COUNT = 10**9  # tokens, steps and ids: no server has more
