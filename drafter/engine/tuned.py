@@ -40,6 +40,7 @@ _PAUSE = 12  # steps between two trials, after which a start is over; a short an
 _COPY_GAIN, _MOST_COPY_GAIN = 3.0, 8.0  # whole trees of vain copies that are allowed at first, and after a gain
 _LEAST_COST = 0.005  # of a node, in plain steps
 _COPY_MEMORY = 1024  # steps without copies in which most of a loss is forgotten
+_COPY_SIGN = 9  # tokens that full drafts of a drafter's tree bring in a row where the text is copied
 _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calibration has seen
 
 
@@ -229,9 +230,9 @@ class Sizer:
     def forget(self) -> None:
         """Forget all acceptance: start again with the expected one."""
         # Drafted tokens: a guess weighs less than a measurement, and copies depend on the text more than on a drafter.
-        weights = {False: 8.0, True: 3.0} if self._tries else {False: 16.0, True: 16.0}
+        weights = {False: 8.0, True: 0.6} if self._tries else {False: 16.0, True: 16.0}
         self._seen = {is_copies: _Acceptance(weight, prior=weight) for is_copies, weight in weights.items()}
-        self._copy_gain = _COPY_GAIN
+        self._copy_gain, self._num_full = _COPY_GAIN, 0
         self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
 
     def _rate(self, choice: MeasuredTree) -> float:
@@ -269,6 +270,9 @@ class Sizer:
             self._time(tree, seconds, num_nodes)
             self._count_copies(tree, num_accepted, num_nodes)
         if not tree.is_plain and num_accepted:
+            least = min(num_accepted)
+            is_full = not tree.is_copies and (least > tree.draft_length or least == tree.tree_size - 1)
+            self._num_full = self._num_full + least if is_full else 0
             expected = len(num_accepted) * (self._present.tokens_per_step - 1.0)
             self._seen[tree.is_copies].add(sum(num_accepted), expected, len(num_accepted))
 
@@ -325,7 +329,7 @@ class Sizer:
         times = self._times[rows] = _Times()
         plan = next((plan for plan in self._plans if plan.num_rows >= num_rows), None)
         self._table[rows] = {}
-        if plan is None:
+        if plan is None or plan.best().tree.is_plain:  # then copies come first: a calibration has few
             return
         unit = plan.best().step_seconds
         for each in plan.choices:
@@ -338,6 +342,9 @@ class Sizer:
         if not self._is_live:
             return None
         times, choices = self._times[self._rows], self._table[self._rows]
+        is_sign = self._num_full >= _COPY_SIGN and self._num_steps - times.used.get(COPIES, -_AVERAGED) > _AVERAGED
+        if COPIES in self._tries and (is_sign or (self._plans and not choices)):
+            return COPIES
         if choices and len(times.paces) < _PAUSE:
             return None
         if len(choices) < self._num_kinds:
