@@ -9,7 +9,7 @@ use_venv
 run=runs/quickstart
 drafter target fetch smollm2-135m
 drafter distill --target smollm2-135m --out $run/answers.jsonl --max-new-tokens 128 \
-    --temperature 0,0.7,1,0.7 --num-answers 4
+    --temperature 0,0.7,1,0.7 --num-answers 4 --states $run/states
 
 # Train with the quick recipe and export, unless that is finished.
 #   learn FOLDER OPTIONS..

@@ -150,12 +150,17 @@ class Fork:
 
     def __init__(self, function: Callable[[Any], Any], what: str) -> None:
         self._function, self._what = function, what
+        self._begin()
+
+    def _begin(self) -> None:
         self._child: Any = None  # the process, and our end of its pipe
         self._pipe: Any = None
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.RLock(), os.getpid()
 
     def map(self, items: Sequence[Any], seconds: float | None = None) -> list[Any]:
         """``[function(item) for item in items]`` (:class:`ForkError`), each in ``seconds`` of processor time."""
+        if self._owner != os.getpid():  # a fork of the user's process, whose parent has the child
+            self._begin()
         seconds, is_forked = seconds or MAX_SECONDS, sys.platform.startswith("linux")
         with self._lock:
             return [self._value(item, seconds) if is_forked else self._function(item) for item in items]

@@ -27,6 +27,18 @@ def test_ctrl_c_waits_for_the_end_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> 
     worker.close()
 
 
+def test_a_fork_of_the_users_process_has_a_fork_of_its_own() -> None:
+    with closing(chat.Fork(lambda item: os.getppid(), "this")) as fork:
+        assert fork.map([1]) == [os.getpid()]
+        if (user := os.fork()) == 0:
+            code = 1
+            try:
+                code = int(fork.map([1]) != [os.getpid()])
+            finally:
+                os._exit(code)
+        assert os.waitpid(user, 0)[1] == 0 and fork.map([1]) == [os.getpid()]
+
+
 def test_values_come_back_in_order() -> None:
     assert mapped(lambda item: [item, "é" * item], [3, 0, 2]) == [[3, "ééé"], [0, ""], [2, "éé"]]
     assert mapped(len, ["a" * 5_000_000]) == [5_000_000]
