@@ -55,13 +55,8 @@ class Endpoint(Client):
         named = {each.name: getattr(params, each.name) for each in fields(SamplingSettings)}
         asked = {each.name: named[each.name] for each in fields(SamplingSettings) if named[each.name] != each.default}
         asked.pop("max_new_tokens", None)
-        body = {
-            "model": self.model,
-            "messages": list(item.prompt.messages),
-            **asked,
-            "max_tokens": params.max_new_tokens,
-        }
-        body |= {"temperature": params.temperature, "seed": params.seed % 2**31}
+        body = {"model": self.model, "messages": list(item.prompt.messages), **asked}
+        body |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed % 2**31}
         body |= {"tools": list(item.prompt.tools)} if item.prompt.tools else {}
         for attempt in range(_ATTEMPTS):
             if attempt and stop.wait(_PAUSE * 2 ** (attempt - 1)):
