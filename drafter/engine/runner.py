@@ -408,7 +408,7 @@ class Runner:
             self.num_forced += num_forced
         if not self._graphs.is_on:
             sizes = sorted((len(self._trees[row]) for row in self._guides), reverse=True)
-            rank = max(1, math.ceil(self.node_cost * sum(is_active_B)))
+            rank = max(1, math.ceil((self.node_cost or 1.0) * sum(is_active_B)))  # unknown costs are high
             num_nodes = num_nodes if len(sizes) < sum(is_active_B) else 1
             num_nodes = max(num_nodes, sizes[rank - 1] if rank <= len(sizes) else 1)
         found_XBN = torch.zeros(4, tree_XBN.shape[1], num_nodes, dtype=torch.int64)

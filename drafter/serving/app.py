@@ -195,12 +195,8 @@ class Server:
             return await self._in_order(render) if body.num_logprobs is not None else render()
 
     async def _encode(self, asked: Sequence[_Asked]) -> list[list[int]]:
-        found = []
-        for each in asked:
-            if isinstance(each, str | Chat):
-                each = partial(self.encoder.encode, each)
-            found.append(each if isinstance(each, list) else await each())
-        return found
+        calls = [partial(self.encoder.encode, each) if isinstance(each, str | Chat) else each for each in asked]
+        return [each if isinstance(each, list) else await each() for each in calls]
 
     def _parser(self, body: Generation) -> Callable[[], ToolParser] | None:
         """Makes what finds calls in the texts of a request with tools."""
