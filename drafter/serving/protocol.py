@@ -300,10 +300,10 @@ class Generation(_EngineFields):
     @property
     def _form(self) -> dict[str, Any]:
         """The engine's parameter for ``response_format``."""
-        if self.response_format is None or self.response_format["type"] == "text":
-            return {}
-        is_any = self.response_format["type"] == "json_object"
-        return {"json_schema": {"type": "object"} if is_any else self.response_format["json_schema"]["schema"]}
+        form = self.response_format
+        if form is not None and form["type"] == "json_schema":
+            return {"json_schema": form["json_schema"]["schema"]}
+        return {"json_schema": {"type": "object"}} if form is not None and form["type"] == "json_object" else {}
 
     @property
     def num_logprobs(self) -> int | None:

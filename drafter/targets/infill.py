@@ -47,8 +47,8 @@ class InfillTokens(NamedTuple):
         if not {"prefix", "suffix"} <= found.keys():
             return None
         ends = [*(found.get(name) for name in _FIELDS[::-1]), *map(vocabulary.get, _FURTHER_ENDS)]
-        own = (found.get(name) for name in _FIELDS[:5])
-        return cls(*own, ends=tuple(token for token in ends if token is not None))  # type: ignore[arg-type]
+        own = [found.get(name) for name in _FIELDS[:5]]
+        return cls._make([*own, tuple(token for token in ends if token is not None)])
 
     def around(self, prefix: str, suffix: str) -> Pieces:
         """The prompt for the text between a prefix and a suffix."""

@@ -119,7 +119,8 @@ def test_a_folder_that_does_not_load_leaves_the_old_drafter(following: Live, dra
 def test_reloads(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the key; other weights or another config take over; refusals name no path of the server."""
     options: dict[str, Any] = {"drafter": str(drafter), "api_key": ("first-key",)}
-    with live_server(tiny_engine(), **options) as server, server.http(headers=key()) as http:
+    engine, go_on = tiny_engine(), threading.Event()
+    with live_server(engine, **options) as server, server.http(headers=key()) as http:
 
         def reload() -> Any:
             return http.post(RELOAD, json={}).json()
@@ -147,24 +148,15 @@ def test_reloads(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         refused = reload()["error"]
         assert refused["code"] == "drafter_refused" and "no such folder" in refused["message"]
         assert str(drafter.parent) not in refused["message"]
-
-
-def test_a_load_that_hangs_ends_the_reload(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(follow, "load_drafter", lambda *_: go_on.wait(60))
-    monkeypatch.setattr(follow, "_LOAD_SECONDS", 0.1)
-    with live_server(tiny_engine(), drafter=str(drafter)) as server, server.http() as http:
-        assert "within 0.1 seconds" in http.post(RELOAD, json={}).json()["error"]["message"]
-        go_on.set()
-
-
-def test_nobody_waits_for_a_drafter_when_the_engine_has_ended(drafter: Path) -> None:
-    engine = tiny_engine()
-    with live_server(engine, drafter=str(drafter)) as server, server.http() as http:
+        with monkeypatch.context() as within:
+            within.setattr(follow, "load_drafter", lambda *_: go_on.wait(60))
+            within.setattr(follow, "_LOAD_SECONDS", 0.1)
+            assert "within 0.1 seconds" in reload()["error"]["message"], "a load may hang"
+            go_on.set()
         break_for_good(engine)
         assert http.post(CHAT, json=BODY).status_code == 500
         write_drafter(drafter, 12)
-        assert "the engine has ended" in http.post(RELOAD, json={}).json()["error"]["message"]
+        assert "the engine has ended" in reload()["error"]["message"]
 
 
 def test_a_server_without_a_drafter_has_nothing_to_reload_or_follow(idle: Live) -> None:
