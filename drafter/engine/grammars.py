@@ -34,10 +34,8 @@ _KNOWN = _OF_ONE | _OF_MANY | _OF_NAMED | {
 
 
 class Grammars:
-    """Makes the guides of a target's requests. Any thread may ask.
-
-    The first call reads the tokenizer, for a second or two in which no other thread runs: a server calls
-    :meth:`prepare` before its first client.
+    """Makes the guides of a target's requests, for any thread. The first call reads the tokenizer, for seconds in
+    which no other thread runs: a server calls :meth:`prepare` before its first client.
     """
 
     def __init__(self, target: Target) -> None:
@@ -51,10 +49,8 @@ class Grammars:
             self.guide(SamplingParams(choice=("a",)))
 
     def guide(self, params: SamplingParams) -> Guide | None:
-        """The guide of a request; None: its answer may be any text.
-
-        Raises:
-            ValueError: a part that is not understood, a text that takes too much time, or a target without tokenizer.
+        """The guide of a request; None: its answer may be any text (ValueError: a part that is not understood, a text
+        that takes too much time, or a target without tokenizer).
         """
         structure = params.structure
         if structure is None:

@@ -393,7 +393,7 @@ class Runner:
         share with forced tokens is worth its cost in plain steps if that is at most k / active rows.
         """
         tree_XBN = torch.stack(_unpack(_packed(candidates[:4]).cpu(), candidates[:4]))
-        num_nodes, is_active_B = tree_XBN.shape[2], self._decided[1]["is_active_B"]
+        num_nodes = tree_XBN.shape[2]
         limits = (num_nodes, max_depth) if self._graphs.is_on else (self._most_nodes, self._most_nodes - 1)
         for row, guide in self._guides.items():
             tokens, parents, depths, is_node = tree_XBN[:, row].tolist()
@@ -408,8 +408,9 @@ class Runner:
             self.num_forced += num_forced
         if not self._graphs.is_on:
             sizes = sorted((len(self._trees[row]) for row in self._guides), reverse=True)
-            rank = max(1, math.ceil((self.node_cost or 1.0) * sum(is_active_B)))  # unknown costs are high
-            num_nodes = num_nodes if len(sizes) < sum(is_active_B) else 1
+            num_active = sum(self._decided[1]["is_active_B"])
+            rank = max(1, math.ceil((self.node_cost or 1.0) * num_active))  # unknown costs are high
+            num_nodes = num_nodes if len(sizes) < num_active else min(num_nodes, sizes[0])
             num_nodes = max(num_nodes, sizes[rank - 1] if rank <= len(sizes) else 1)
         found_XBN = torch.zeros(4, tree_XBN.shape[1], num_nodes, dtype=torch.int64)
         found_XBN[1] = torch.arange(num_nodes)  # padding is its own parent

@@ -92,11 +92,7 @@ class Answer:
         self._entries.put_nowait(entry)
 
     async def entries(self) -> AsyncIterator[dict[str, Any]]:
-        """The entries of all texts until the last text ends.
-
-        Raises:
-            ApiError: the answer failed. The other texts are given up.
-        """
+        """The entries of all texts until the last text ends (ApiError: one failed, and the others are given up)."""
         num_left = len(self.choices)
         while num_left:
             entry = await self._entries.get()
@@ -168,9 +164,8 @@ class Choice:
         self._num_released = 0
 
     def take(self, update: Update) -> dict[str, Any] | None:
-        """The entry of a step: the new text and tokens that may be shown now; None where there is nothing to show.
-
-        An answer that is no stream has one mark for each text, at the end, and :meth:`entry` afterwards.
+        """The entry of a step: the new text and tokens that may be shown now; None where there is nothing to show. What
+        is no stream has one mark for each text, at the end, and :meth:`entry` afterwards.
         """
         body = self.answer.body
         assert update.finish_reason != "abort"
@@ -252,10 +247,8 @@ class Choice:
         return self._text.ends[place - 1] if place else 0
 
     def _release(self) -> range:
-        """Places of the tokens that may be shown now: up to the last token whose whole text is shown.
-
-        A stop token has no entry in ``ends``. Tokens without text at the end may begin a character of a stop string.
-        These tokens wait for the next token with text, or for the end of the text.
+        """Places of the tokens that may be shown now, up to the last token whose whole text is shown. Tokens without
+        text at the end, which may begin a character of a stop string, wait for the next token with text, or the end.
         """
         ends, shown, start = self._text.ends, len(self._shown), self._num_released
         places: Sequence[int] = range(start, len(ends))

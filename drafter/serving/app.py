@@ -38,7 +38,7 @@ from drafter.serving.metrics import Metrics
 from drafter.serving.options import ServeOptions
 from drafter.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest, Generation, parsed, told
 from drafter.serving.record import Recorder
-from drafter.serving.tools import ToolParser, has_marks
+from drafter.serving.tools import ToolParser, has_marks, structure_of_call
 from drafter.serving.worker import Worker
 from drafter.targets.chat import Chat
 from drafter.utils.io import first_line
@@ -84,7 +84,7 @@ class Server:
             if options.follow and not self.follower.folder.is_dir():
                 raise ValueError(f"--follow watches a folder, and --drafter {options.drafter_used} is none")
         self._follows = options.follow
-        self._template = str(target.tokenizer.chat_template or "")
+        self._template, self._vocabulary = str(target.tokenizer.chat_template or ""), target.tokenizer.get_vocab()
         self._has_marks = has_marks(self._template)
         self._thread = ThreadPoolExecutor(1, "json")
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")
@@ -208,7 +208,9 @@ class Server:
     async def _params(self, body: Generation, ends: tuple[int, ...]) -> SamplingParams:
         """The engine's parameters, without a seed. What the answer must look like is compiled beside the event loop."""
         try:
-            params = body.params(self.max_length, self._template)
+            params = body.params(self.max_length)
+            if isinstance(body, ChatRequest) and body.must_call:
+                params = replace(params, **structure_of_call(body.callable_tools, self._template, self._vocabulary))
             if params.structure is not None:
                 await asyncio.to_thread(self.worker.engine.grammars.guide, params)
         except ValueError as error:
@@ -343,12 +345,8 @@ def _seed(body: Generation, choice: int) -> int:
 
 
 def create_app(engine: Engine, options: ServeOptions) -> FastAPI:
-    """The application around an engine; ``app.state.server`` is its :class:`Server`.
-
-    Only the application may use the engine, which has a ``max_model_len``, from now on.
-
-    Raises:
-        ValueError: the target has no tokenizer, or ``--follow`` has no folder to watch.
+    """The application around an engine with ``max_model_len``, which nobody else may use from now on. Its
+    ``state.server`` is the :class:`Server` (ValueError: a target without tokenizer, or no folder for ``--follow``).
     """
     server = Server(engine, options)
     app = FastAPI(

@@ -65,11 +65,8 @@ class Encoder:
         self._threads.shutdown(wait=False)
 
     async def encode(self, asked: str | Chat | Pieces) -> list[int]:
-        """Token ids of a text, a conversation, or pieces of text between tokens.
-
-        Raises:
-            ApiError: 400 where the template refuses the messages, fails, or takes too much time or memory, and for a
-                text that is far too long; 503 where the process has ended.
+        """Token ids of a text, a conversation, or pieces of text between tokens (ApiError: 400 where a template fails,
+        refuses or takes too much time or memory, and for a text that is far too long; 503 where the process has ended).
         """
         is_chat, texts = isinstance(asked, Chat), texts_of(asked)
         param, num_chars = "messages" if is_chat else "prompt", sum(map(len, texts))

@@ -45,11 +45,8 @@ class Follower:
                     _log.warning("%s was replaced, and the old drafter stays: %s", self.folder, first_line(error))
 
     async def reload(self) -> bool:
-        """Load the drafter again, and let it take over if its weights or its config differ; False if neither does.
-
-        Raises:
-            ValueError: the drafter is damaged or does not fit, or its folder changed within the load.
-            OSError: the folder is gone or cannot be read, or the load took too long (TimeoutError).
+        """Load the drafter again, and let it take over if its weights or its config differ; False if neither does
+        (ValueError: it is damaged or does not fit, or its folder changed; OSError: it cannot be read, or not in time).
         """
         async with self._lock:
             self._seen = self._stamp()

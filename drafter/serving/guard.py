@@ -30,11 +30,8 @@ def respond(error: ApiError) -> JSONResponse:
 class Guard:
     """ASGI middleware: checks the host of every request, key, type and size of those to the API, and counts outcomes.
 
-    Attributes:
-        api_keys: a request needs one of these keys; without any, no request needs a key.
-        hosts: names of this server, in lower case. A request for another name is refused: a page of any web site whose
-            name leads to this server's address reads the answers as its own. None: any name.
-        max_body_bytes: size limit. A larger body is refused before its end.
+    A request needs one of the ``api_keys``, if there are any. ``hosts`` (None: any name) are this server's names, in
+    lower case: a page of any other web site whose name leads to this server's address would read answers as its own.
     """
 
     app: ASGIApp

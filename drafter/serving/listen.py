@@ -37,10 +37,8 @@ UNREAD_SECONDS = 60  # that a client may leave an answer unread
 
 
 def load_engine(options: ServeOptions) -> Engine:
-    """The engine of a server: its models are loaded, its cache is allocated, and it has generated its first tokens.
-
-    Raises:
-        ValueError: a model cannot be loaded, the cache does not fit into memory, or the engine failed.
+    """The engine of a server, which has generated its first tokens (ValueError: no model can be loaded, the cache does
+    not fit into memory, or the engine failed).
     """
     # oneDNN keeps 1,024 kernels by shape, and a busy server meets new shapes for many minutes. 128 are as fast.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # read at oneDNN's first product
@@ -78,11 +76,7 @@ def _longest(models: Sequence[Target], options: ServeOptions) -> int:
 
 
 def bind(host: str, port: int) -> sockets.socket:
-    """A bound socket that does not listen yet.
-
-    Raises:
-        OSError: the address is taken, or no address of this machine.
-    """
+    """A bound socket that does not listen yet (OSError: the address is taken, or none of this machine)."""
     socket = sockets.socket(sockets.AF_INET6 if ":" in host else sockets.AF_INET)
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
     try:

@@ -6,7 +6,7 @@ refused by name, unless its value asks for nothing: the field may ask for an ans
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import (
@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from drafter.decoding.params import MAX_BIASED, SamplingParams
-from drafter.serving.tools import structure_of_call
 from drafter.utils.io import first_line, printable
 from drafter.utils.validate import range_of
 
@@ -319,7 +318,7 @@ class Generation(_EngineFields):
         """The text that the answer probably repeats."""
         return None if self.prediction is None else _joined(self.prediction["content"])
 
-    def params(self, max_length: int, template: str) -> SamplingParams:
+    def params(self, max_length: int) -> SamplingParams:
         """The engine's parameters, without a seed, of an answer of at most ``max_length`` tokens."""
         own = {name: getattr(self, name) for name in _engine_fields}
         own["top_k"], own["stop_token_ids"] = max(0, self.top_k), tuple(self.stop_token_ids)
@@ -356,11 +355,6 @@ class ChatRequest(Generation):
     def must_call(self) -> bool:
         """Whether the answer is a call."""
         return bool(self.callable_tools) and self.tool_choice != "auto"
-
-    def params(self, max_length: int, template: str) -> SamplingParams:
-        """As of :class:`Generation`, with the form of a call that the answer must have."""
-        found = super().params(max_length, template)
-        return replace(found, **structure_of_call(self.callable_tools, template)) if self.must_call else found
 
     @property
     def callable_tools(self) -> list[Tool]:

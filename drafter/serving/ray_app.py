@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_args(args: Mapping[str, Any]) -> ServeOptions:
-    """The ``args`` of an application: the keys of a `drafter serve` file.
-
-    Raises:
-        ValueError: an unknown key, a value of the wrong kind or out of range, or no target.
-    """
+    """The ``args`` of an application: the keys of a `drafter serve` file (ValueError as there)."""
     for name in ("host", "port"):
         if name in args:  # the cluster's proxies listen, not the replicas
             raise ValueError(f"args: {name} is the cluster's: set {name} under http_options")

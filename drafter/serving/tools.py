@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -26,7 +26,7 @@ def has_marks(template: str) -> bool | None:
     return OPEN in template if "tools" in template else None
 
 
-def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str) -> dict[str, Any]:
+def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str, vocabulary: Container[str]) -> dict[str, Any]:
     """What an answer must look like that calls one of the functions, as fields of SamplingParams."""
     key = "parameters" if '"parameters"' in template and OPEN not in template else "arguments"
     calls = []
@@ -37,15 +37,14 @@ def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str) -> dict
     schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
     if OPEN not in template:
         return {"json_schema": schema}
-    return {"grammar": f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {schema}'}
+    first, last = (mark if mark in vocabulary else f'"{mark}"' for mark in (OPEN, CLOSE))  # tokens stand without quotes
+    return {"grammar": f'start: {first} "\\n" call "\\n" {last}\ncall: %json {schema}'}
 
 
 class ToolParser:
-    """Finds calls in a growing text, which is read again with each piece: what was told once stays.
+    """Finds calls of the named functions in a growing text, which is read again with each piece: what was told stays.
 
-    Args:
-        names: functions that may be called.
-        marks: whether calls stand between ``<tool_call>`` and ``</tool_call>``.
+    ``marks``: whether calls stand between ``<tool_call>`` and ``</tool_call>``.
     """
 
     def __init__(self, names: Collection[str], *, marks: bool) -> None:

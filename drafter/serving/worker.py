@@ -102,11 +102,8 @@ class Worker:
                 self._commands.put(partial(choice.request.finish, "abort"))
 
     async def replace_drafter(self, drafter: RecurrentDrafter) -> None:
-        """Draft with another drafter from the next step on; running answers go on with the same tokens.
-
-        Raises:
-            ValueError: the drafter does not fit, or the thread has ended. The old drafter stays.
-            Exception: of the first steps with the drafter. The old drafter stays.
+        """Draft with another drafter from the next step on; running answers go on with the same tokens. The old drafter
+        stays after a ValueError (the other does not fit, or the thread has ended) or any error of the first steps.
         """
         done = Future[None]()
 

@@ -5,8 +5,11 @@ import random
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 
-from drafter.serving.tools import ToolParser, has_marks
+from drafter.serving.tools import CLOSE, OPEN, ToolParser, has_marks, structure_of_call
+from tests.data.tiny import tiny_tokenizer
 from tests.serving.live import MODEL, Live
 
 ADD, NOW = ("add", '{"a": 1, "b": "}\\"{"}'), ("now", "{}")
@@ -63,6 +66,15 @@ def test_the_form_is_the_templates() -> None:
     assert has_marks("{{ messages }}") is None
     assert has_marks("{% if tools %}<tool_call>{% endif %}") is True
     assert has_marks("{% if tools %}[AVAILABLE_TOOLS]{% endif %}") is False
+
+
+def test_marks_that_are_tokens_are_tokens_of_the_form() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([OPEN, CLOSE])
+    form = structure_of_call([{"function": {"name": "now"}}], OPEN, tokenizer.get_vocab())
+    matcher = LLMatcher(from_tokenizer(tokenizer), LLMatcher.grammar_from_lark(form["grammar"]))
+    token_ids = tokenizer(HERMES.format(*NOW), add_special_tokens=False)["input_ids"]
+    assert matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("template", ["{{ tools }} <tool_call>", '{{ tools }} "parameters"'])
