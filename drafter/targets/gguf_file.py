@@ -7,7 +7,7 @@ the file says exactly: a block of Q4_1, Q8_0, ... is `scale * q + offset` with 1
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from drafter.targets.gguf_config import config_of_gguf, correct
 from drafter.targets.gguf_header import Header, read_header
 from drafter.targets.infill import GGUF_KEYS, TOKEN_IDS
 
@@ -56,6 +55,27 @@ _RULES: dict[tuple[str, ...], str] = {
 }
 _CUTS = {name: patterns for patterns, names in _RULES.items() for name in names.split()}
 
+# Keys of a header behind the architecture's name -> fields of a configuration.
+_FIELDS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.layer_norm_epsilon": "norm_epsilon",
+    "attention.sliding_window": "sliding_window", "rope.freq_base": "rope_theta",
+}  # fmt: skip
+_HEAD = {"attention.key_length": "head_dim"}
+_SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+# Architecture -> fields that the family has beside those of all.
+_FAMILIES: dict[str, Mapping[str, str]] = {
+    "gemma": _HEAD, "granite": _SCALES, "olmo2": {}, "phi3": {}, "qwen3": _HEAD, "smollm3": {}, "starcoder2": {},
+}  # fmt: skip
+# Layers of the model whose scale of scores comes from the hidden size, and not from head_dim, as for the others.
+_WIDE = {"gemma2": 46, "gemma3": 62}
+_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
 
 def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     """Write `file`'s model into a folder that exists, as configs, tokenizer and chat template, and model.safetensors
@@ -68,8 +88,11 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
     try:
         header = read_header(file, has_lists=True)
         _check_layers(header)
-        found = config_of_gguf(header) or _read_config(header, folder)
-        correct(found, header.value("general.architecture"))
+        found = _config_of(header) or _read_config(header, folder)
+        if layers := _WIDE.get(header.value("general.architecture")):  # no key of a header says this scale of scores
+            is_wide = found.num_hidden_layers == layers
+            size = found.hidden_size // found.num_attention_heads if is_wide else found.head_dim
+            found.query_pre_attn_scalar = size
         refusal = _rotate(found, header) or _check_tensors(header, found)
         model = _load_model(file) if has_weights and not refusal else None
         tokenizer = _load_tokenizer(file, header, found)
@@ -127,6 +150,32 @@ def _check_layers(header: Header) -> None:
     layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if (wanted := header.value("ARCH.block_count")) != len(layers):
         raise ValueError(f"its header names {wanted} layers, and it holds tensors of {len(layers)}")
+
+
+def _config_of(header: Header) -> Any:
+    """The configuration of a file; None for an architecture that transformers reads whole."""
+    value, tensors, numbers = header.value, header.tensors, header.numbers
+    if (kind := value("general.architecture")) not in _FAMILIES:
+        return None
+    names = {**_FIELDS, **_FAMILIES[kind]}
+    found = {field: value(f"ARCH.{key}") for key, field in names.items()}
+    fields = {field: each for field, each in found.items() if each is not None}
+    fields |= {field: value(f"tokenizer.ggml.{name}_token_id") for field, name in _TOKENS.items()}
+    fields |= {"vocab_size": tensors["token_embd.weight"].shape[0]}
+    fields |= {"tie_word_embeddings": "output.weight" not in tensors}
+    if kind == "phi3":
+        head = fields["hidden_size"] // fields["num_attention_heads"]
+        fields["partial_rotary_factor"] = (value("ARCH.rope.dimension_count") or head) / head
+        if "rope_factors_short.weight" in tensors:
+            length = value("ARCH.rope.scaling.original_context_length") or fields["max_position_embeddings"]
+            fields["original_max_position_embeddings"] = length
+            parts = {f"{name}_factor": numbers(f"rope_factors_{name}.weight").tolist() for name in ("short", "long")}
+            fields["rope_parameters"] = {
+                "rope_type": "longrope", "rope_theta": fields.pop("rope_theta"), **parts,
+                "original_max_position_embeddings": length,
+                "partial_rotary_factor": fields["partial_rotary_factor"],
+            }  # fmt: skip
+    return AutoConfig.for_model(kind, **fields)
 
 
 def _read_config(header: Header, folder: Path) -> Any:
