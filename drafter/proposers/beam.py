@@ -82,66 +82,6 @@ class _Level(NamedTuple):
     total_BW: Tensor  # cumulative scores
 
 
-class NativeSearch:
-    """The beam search in one call of the native step, with weights rounded to 8 bits, which changes drafts alone.
-
-    ``index_V`` is the place of each target token in the draft vocabulary or -1, int64; ``log_odds_X`` log(share / (1 -
-    share)) by the length of a match, -inf first.
-    """
-
-    def __init__(
-        self,
-        drafter: RecurrentDrafter,
-        target: Target,
-        index_V: Tensor,
-        log_odds_X: Tensor,
-        width: int,
-        length: int,
-        depth: int,
-        noise_weight: float,
-    ) -> None:
-        self._noise_weight = noise_weight
-        self._drafter, self._width, self._length, self._depth = drafter, width, length, depth
-        config = drafter.config
-        cell, downs, blocks, head, output = drafter.rounded()
-        log_odds_X = log_odds_X.float().contiguous()
-        own = getattr(target.runtime, "embedding_matrix", None)
-        embedding_VD = target.runtime.embedding_weight_VD.float().contiguous() if own is None else None
-        self._native = native.Drafter(
-            hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(drafter.draft_token_ids_R),
-            embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
-            cell=cell, down=(native.Matrix * len(downs))(*downs) if downs else None,
-            blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=output,
-            token=drafter.draft_token_ids_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
-            copies=bool(log_odds_X.isfinite().any()),
-            embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
-            embedding_matrix=None if own is None else ctypes.pointer(own),
-            embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
-        ).keep(cell, head, output, *blocks, *downs, log_odds_X, embedding_VD, own, index_V)  # fmt: skip
-
-    def __call__(self, rows: RowState, noise: Noise | None) -> NodeList:
-        num_rows = len(rows.root_B)
-        is_fused = self._drafter.fuse_context is not None  # a module's dtype costs a walk over its parts
-        hidden_BD = (self._drafter.fuse(rows.context_BC) if is_fused else rows.context_BC).float().contiguous()
-        history_BS, position_B = (each.contiguous() for each in rows.text())
-        root_B = rows.root_B.contiguous()
-        if rows.prediction_BP is not None:
-            noise = None  # the search counts the noise's places from the beginning of the text
-        num_nodes = self._width * self._length + self._depth - self._length  # all beams, and copies behind the best
-        token_BM = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
-        parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(num_rows, num_nodes)
-        sampling = None if noise is None else ctypes.pointer(native.Sampling.of(rows.warp, noise.seed_B))
-        native.search(
-            self._native,
-            native.Search(
-                num_rows, self._width, self._length, self._depth, root_B.data_ptr(), position_B.data_ptr(),
-                hidden_BD.data_ptr(), history_BS.data_ptr(), history_BS.stride(0), token_BM.data_ptr(),
-                parent_BM.data_ptr(), score_BM.data_ptr(), sampling, self._noise_weight,
-            ),
-        )  # fmt: skip
-        return NodeList(token_BM, parent_BM, score_BM)
-
-
 class BeamProposer(Proposer):
     """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
 
@@ -185,19 +125,49 @@ class BeamProposer(Proposer):
         self._index_V[self._token_R] = torch.arange(num_tokens, device=self._token_R.device)
         shares = SHARES if drafting.copying else [0.0] * len(SHARES)
         self._odds_X = torch.tensor((0.0, *shares), device=self._token_R.device).logit()
-        self._native_search: NativeSearch | None = None
         is_here = drafter.is_packed and native.takes(self._token_R) and type(drafter.cell) is RnnCell
-        if is_here and self.width <= native.MOST_BEAMS and drafting.tau == 1.0:
-            self._native_search = NativeSearch(
-                drafter,
-                target,
-                self._index_V,
-                self._odds_X,
-                self.width,
-                self.length,
-                self.max_depth,
-                drafting.noise_weight if drafting.coupled else 0.0,
-            )
+        is_native = is_here and self.width <= native.MOST_BEAMS and drafting.tau == 1.0
+        self._native = self._rounded(target) if is_native else None
+
+    def _rounded(self, target: Target) -> native.Drafter:
+        """The drafter with weights rounded to 8 bits, which changes drafts alone, for :meth:`_search`."""
+        config, token_R, index_V, log_odds_X = self.drafter.config, self._token_R, self._index_V, self._odds_X.float()
+        cell, downs, blocks, head, output = self.drafter.rounded()
+        own = getattr(target.runtime, "embedding_matrix", None)
+        embedding_VD = target.runtime.embedding_weight_VD.float().contiguous() if own is None else None
+        return native.Drafter(
+            hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(token_R),
+            embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
+            cell=cell, down=(native.Matrix * len(downs))(*downs) if downs else None,
+            blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=output,
+            token=token_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
+            copies=self._drafting.copying, embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
+            embedding_matrix=None if own is None else ctypes.pointer(own),
+            embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
+        ).keep(cell, head, output, *blocks, *downs, log_odds_X, embedding_VD, own, index_V, token_R)  # fmt: skip
+
+    def _search(self, drafter: native.Drafter, rows: RowState, noise: Noise | None) -> NodeList:
+        """:meth:`draft` in one call of the native step."""
+        num_rows = len(rows.root_B)
+        is_fused = self.drafter.fuse_context is not None  # a module's dtype costs a walk over its parts
+        hidden_BD = (self.drafter.fuse(rows.context_BC) if is_fused else rows.context_BC).float().contiguous()
+        history_BS, position_B = (each.contiguous() for each in rows.text())
+        root_B = rows.root_B.contiguous()
+        if rows.prediction_BP is not None:
+            noise = None  # the search counts the noise's places from the beginning of the text
+        token_BM = torch.zeros(num_rows, sum(self.level_sizes), dtype=torch.int64)
+        parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(token_BM.shape)
+        sampling = None if noise is None else ctypes.pointer(native.Sampling.of(rows.warp, noise.seed_B))
+        weight = self._drafting.noise_weight if self._drafting.coupled else 0.0
+        native.search(
+            drafter,
+            native.Search(
+                num_rows, self.width, self.length, self.max_depth, root_B.data_ptr(), position_B.data_ptr(),
+                hidden_BD.data_ptr(), history_BS.data_ptr(), history_BS.stride(0), token_BM.data_ptr(),
+                parent_BM.data_ptr(), score_BM.data_ptr(), sampling, weight,
+            ),
+        )  # fmt: skip
+        return NodeList(token_BM, parent_BM, score_BM)
 
     @torch.inference_mode()
     def check(self, target: Target) -> None:
@@ -226,8 +196,8 @@ class BeamProposer(Proposer):
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
         """All nodes of the search; the score is the cumulative log-probability."""
-        if self._native_search is not None:
-            return self._native_search(rows, noise)
+        if self._native is not None:
+            return self._search(self._native, rows, noise)
         noise = noise if self._drafting.coupled else None
         copies = Copies.of(*rows.text(), self._odds_X)
         levels, copies = self._drafted_levels(rows, copies, noise)

@@ -203,7 +203,7 @@ def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying):
         plain = case.proposer(copying=copying)
         case.drafter.pack()
         packed = case.proposer(copying=copying)
-        assert plain._native_search is None and packed._native_search is not None
+        assert plain._native is None and packed._native is not None
         depth_M = torch.arange(1, plain.max_depth + 1).repeat_interleave(torch.tensor(plain.level_sizes))
         found, expected = (each.draft(case.rows, case.noise) for each in (packed, plain))
         for row in range(case.num_rows):
