@@ -112,10 +112,9 @@ class Noise(NamedTuple):
 
 
 class Warp(NamedTuple):
-    """Sampling parameters of B rows as tensors, and facts about the rows on the host: a filter without rows is free.
-
-    A tensor has the name of its parameter. Kernels read the tensors alone, so on their devices the facts about filters
-    that the kernels know are the same for all rows: steps with and without these filters share a CUDA graph.
+    """Sampling parameters of B rows as tensors, named as their parameters, and facts about the rows on the host: a
+    filter without rows is free. Kernels read the tensors alone, so that steps with and without their filters share a
+    CUDA graph.
     """
 
     temperature_B: Tensor  # float32; 0 = greedy
@@ -162,11 +161,9 @@ def make_warp(
 
 
 def warp_logits(logits_BNV: Tensor, warp: Warp) -> Tensor:
-    """[B, N, V] -> [B, N, V] float32: logits / temperature (greedy rows unchanged), filtered entries -inf.
-
-    The filters apply in the order top-k, top-p, min-p, each to the tokens that the filter before has kept. Each filter
-    is a threshold on the value. So equal logits are kept or dropped together, the best token is always kept, and the
-    result for a row does not depend on the other rows. Static shapes; no host sync on an accelerator.
+    """[B, N, V] -> [B, N, V] float32: logits / temperature (greedy rows unchanged), filtered entries -inf. Top-k, top-p
+    and min-p each apply to the tokens that the filter before has kept, by a threshold on the value: equal logits are
+    kept or dropped together, the best token is kept, and no row depends on others. Static shapes; no host sync.
     """
     if warp.has_kernels:
         warped_BNV: Tensor = _kernels().warp_logits(logits_BNV, **warp.of_kernels)

@@ -269,10 +269,7 @@ class Engine:
 
     def replace_drafter(self, drafter: "RecurrentDrafter") -> None:
         """Draft with another drafter of the same target from the next step on, whose steps are compiled or tried first.
-        Call between steps. Running requests, trees and measured sizes stay.
-
-        ValueError, and the old drafter stays: there is none, or the new one does not fit target, settings or running
-        rows.
+        Call between steps. ValueError, and the old drafter stays: there is none, or the new one does not fit.
         """
         if self.drafter is None or self.plan.method != "drafter":
             raise ValueError("this engine drafts without a drafter that could be replaced")

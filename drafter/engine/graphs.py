@@ -16,11 +16,9 @@ Parts = Generator[Callable[[], None], None, T]
 
 
 class Graphs:
-    """Records functions as CUDA graphs at their first calls, and replays them afterwards; all functions run as they are
-    where not ``is_on``. Nothing that is launched while ``is_recording`` runs.
-
-    A recorded function reads tensors that keep their addresses, and returns tensors whose content holds until the next
-    call. All graphs share one pool of memory: only one runs at a time, in the thread that calls.
+    """Records functions as CUDA graphs at their first calls, and replays them afterwards, where it ``is_on``. Nothing
+    that is launched while ``is_recording`` runs. A recorded function uses tensors of fixed addresses, and its results
+    hold until the next call; all graphs share one pool, because only one runs at a time, in the thread that calls.
     """
 
     def __init__(self, *, is_on: bool) -> None:

@@ -71,19 +71,13 @@ def export(
     refused.
 
     Args:
-        source: a .ckpt file of ``drafter train``; for ``apple`` and ``vllm`` an exported folder, too, or a drafter in
-            memory, which stays as it is.
-        out: the folder.
-        format: ``drafter``, ``apple`` or ``vllm``.
-        dtype: ``bfloat16`` or ``float32`` weights; for ``drafter`` also ``int8``.
+        source: a .ckpt file of ``drafter train``; for ``apple`` and ``vllm`` also a folder or a drafter in memory.
+        format, dtype, copying: as of the command; ``int8`` is for ``drafter``, ``copying`` of ``vllm``.
         target: the drafter's, or its name, for ``vllm`` and a tied head in ``apple``; None: by the drafter's record.
-        copying: of ``vllm``: mix the drafts with copies from the text.
         facts: of ``drafter``: further settings for run.json.
 
-    Raises:
-        ValueError: unreadable source, ``out`` is in use, another target than the drafter's, or a field that the format
-            cannot express.
-        OSError: the disk is full or not writable.
+    ValueError: unreadable source, ``out`` is in use, another target, or a field that the format cannot express.
+    OSError: the disk is full or not writable.
     """
     out = Path(out)
     check_export(out, format)

@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class RnnCell(nn.Module):
-    """The published cell: s' = SiLU(W e + U s + b) (arXiv 2403.09919, and Apple's ml-recurrent-drafter).
-    ``embedding_scale`` makes W e as large as U s from the first step of training, and folds into W for export.
+    """The published cell: s' = SiLU(W e + U s + b) (arXiv 2403.09919). ``embedding_scale`` makes W e as large as U s
+    from the first step of training, and folds into W for export.
     """
 
     def __init__(self, hidden_size: int, embedding_scale: float) -> None:

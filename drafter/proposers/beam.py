@@ -83,19 +83,15 @@ class _Level(NamedTuple):
 
 
 class BeamProposer(Proposer):
-    """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs.
+    """Beam search of a recurrent drafter: L steps, each keeps the W best of all (parent, token) pairs. The tree is the
+    N - 1 most probable nodes of all steps, nodes of abandoned beams included. (ReDrafter, arXiv 2403.09919, section 3.)
 
     Children are ranked by the log of softmax((log q / temperature + weight * noise) / tau). With the noise of the
-    target's coming picks, the rank is the probability that the child is the target's next pick. Without noise and with
-    tau = 1, the rank is log q. Greedy rows have temperature 1 and no noise here. (ReDrafter, arXiv 2403.09919, section
-    3; noise: docs/sampling.md.)
+    target's coming picks (docs/sampling.md), the rank is the probability that the child is the target's next pick;
+    without noise and with tau = 1 it is log q. Greedy rows have temperature 1 and no noise here. With ``copying``, q is
+    a mixture, and copies alone lengthen the best beam (:mod:`drafter.proposers.copying`).
 
-    With ``copying``, q is a mixture with the token that followed the beam's last tokens earlier in the text, and copies
-    alone lengthen the best beam (:mod:`drafter.proposers.copying`). The tree is the N - 1 most probable nodes of all
-    steps, nodes of abandoned beams included.
-
-    ValueError: the drafter belongs to another target or device, reads layers that the target lacks, or has fewer tokens
-    than beams.
+    ValueError: another target's drafter or device, layers that the target lacks, or fewer tokens than beams.
     """
 
     def __init__(self, drafter: RecurrentDrafter, target: Target, drafting: BeamDrafting) -> None:

@@ -52,13 +52,11 @@ class DraftModelDrafting(Drafting):
 class DraftModelProposer(Proposer):
     """Two-model speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-    The draft model has its own cache with the slots and lengths of the target's cache. At the beginning of a step the
-    cache holds all committed tokens, except possibly the last one. Every step therefore feeds the last committed token
-    again together with the root, which keeps the shapes constant.
-
-    A draft token is the draft model's pick under the noise of the target's coming pick, or the most probable token
-    where drafts are not coupled. The temperature and filters of a request apply to both models. The published rule of
-    acceptance, with probability min(1, p / q), is ``accept_chain`` of :mod:`drafter.reference`.
+    The draft model's own cache has the slots and lengths of the target's, and at the beginning of a step all committed
+    tokens, except possibly the last one, which every step therefore feeds again with the root. A draft token is the
+    draft model's pick under the noise of the target's coming pick, or the most probable one where drafts are not
+    coupled. The published rule of acceptance, with probability min(1, p / q), is ``accept_chain`` of
+    :mod:`drafter.reference`.
 
     ValueError: the two models do not share their vocabulary or device.
     """

@@ -41,9 +41,8 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
         **asked: further fields of :class:`drafter.runtimes.base.Spec`.
 
-    Raises:
-        ValueError: unknown name, dtype, device, runtime or scheme, unreadable files, a model that cannot be a target,
-            or a target that the named runtime or scheme cannot run.
+    ValueError: an unknown word, unreadable files, a model that cannot be a target, or that the named runtime cannot
+    run.
     """
     spec = Spec(name, resolve_device(device), **asked)
     transformers_logging.set_verbosity_error()

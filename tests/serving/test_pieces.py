@@ -13,7 +13,7 @@ from drafter.engine.request import IncrementalText, Request, Update
 from drafter.serving.answers import Answer, Model
 from drafter.serving.protocol import CompletionRequest
 from tests.data.tiny import tiny_tokenizer
-from tests.engine.test_text import encode as ids
+from tests.engine.test_requests import encode as ids
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -1,10 +1,12 @@
 """Target over many architectures: a packed tree gives what each of its paths gives, wherever the row stands; texts of
-several windows are, token for token, what transformers generates.
+several windows are, token for token, what transformers generates; the committed table of architectures holds.
 
 Shapes: B rows · N tree nodes · T tokens · S slots · D hidden size · V vocabulary.
 """
 
 import itertools
+import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from drafter.utils.fingerprint import same_fingerprint
 from tests.engine.oracle import answer, oracle, requests
 from tests.runtimes.torch.test_masks import path_to, random_parents
 from tests.serving.tiny import tiny_target as tiny_chat_target
+from tests.sizes import size
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build, drafted, generated, panel, prompts_of
 
 NUM_NODES, NUM_SLOTS = 7, 40
@@ -321,3 +324,30 @@ def test_the_final_norm_is_found(name: str) -> None:
     target.forward(torch.tensor([[5, 6, 7, 8]]))
     hook.remove()
     torch.testing.assert_close(norm(seen[-1][0]), seen[-1][1])
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "results" / "architectures.jsonl"
+FEW = slice(None, None, 5)  # every fifth type; the fast tests have those that users meet most
+
+
+def verdicts() -> dict[str, str]:
+    rows = map(json.loads, TABLE.read_text().splitlines())
+    return {row["model_type"]: row["verdict"] for row in rows}
+
+
+def test_no_type_is_broken() -> None:
+    assert set(verdicts().values()) <= {"identical", "refused", "not built"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(verdicts())[size(FEW, slice(None))])
+def test_the_table_holds(model_type: str) -> None:
+    assert panel.judge(model_type).verdict == verdicts()[model_type]
+
+
+def test_the_page_counts_what_the_table_holds() -> None:
+    page = (ROOT / "docs" / "interop.md").read_text()
+    counts = Counter(verdicts().values())
+    counted = f"{counts['identical']} types are identical, {counts['refused']} refused, none broken"
+    assert f"{counted}, {counts['not built']} not built" in " ".join(page.split())
