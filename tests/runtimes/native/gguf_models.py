@@ -22,42 +22,37 @@ def write_model(model: Any, kind: str, file: Path) -> Path:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = config.rope_parameters
     whole = rope.get("full_attention", rope)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(key_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_rope_freq_base(whole["rope_theta"])
+    numbers = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "block_count": config.num_hidden_layers, "head_count": heads,
+        "head_count_kv": key_heads, "key_length": size, "value_length": size, "rope_freq_base": whole["rope_theta"],
+        "vocab_size": config.vocab_size,
+    }  # fmt: skip
     if kind in ("Llama", "Mistral", "Granite", "SmolLM3", "Phi3"):
-        writer.add_rope_dimension_count(int(size * (rope.get("partial_rotary_factor") or 1)))
-    if kind == "Starcoder2":
-        writer.add_layer_norm_eps(config.norm_epsilon)
-    else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        numbers["rope_dimension_count"] = int(size * (rope.get("partial_rotary_factor") or 1))
+    norm, epsilon = ("", "norm_epsilon") if kind == "Starcoder2" else ("rms_", "rms_norm_eps")
+    numbers[f"layer_norm_{norm}eps"] = getattr(config, epsilon)
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2") and config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
+        numbers["sliding_window"] = config.sliding_window
     if kind == "Granite":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
+        numbers |= {
+            f"{name}_scale": getattr(config, f"{name}_multiplier") for name in ("attention", "embedding", "residual")
+        }
+        numbers["logit_scale"] = config.logits_scaling
     if whole["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(whole["factor"])
+        numbers |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": whole["factor"]}
     if whole["rope_type"] == "longrope":
-        writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+        numbers["rope_scaling_orig_ctx_len"] = whole["original_max_position_embeddings"]
         for name in ("short", "long"):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(whole[f"{name}_factor"], dtype=np.float32))
+    for name, number in numbers.items():
+        getattr(writer, f"add_{name}")(number)
     alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"Ġ"})
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(["Ġ", "ĠĠ", *alphabet][: config.vocab_size])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_token_merges(["Ġ Ġ"])
-    writer.add_vocab_size(config.vocab_size)
     number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
