@@ -406,7 +406,7 @@ def kept_targets() -> list[Kept]:
 
 
 def clear(name: str | None) -> list[Kept]:
-    """Remove what is kept by alias or name; None: all that the next use makes. What went (ValueError: nothing)."""
+    """Remove a kept alias or name (None: all that the next use makes again); what went (ValueError: nothing)."""
     kept = kept_targets()
     gone = [each for each in kept if (each.is_made if name is None else name in (each.path.name, each.origin))]
     if name is not None and not gone:
