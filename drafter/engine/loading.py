@@ -69,9 +69,7 @@ class LoadedModels(NamedTuple):
 
 
 def load_drafter(name: str, target: "Target") -> "RecurrentDrafter":
-    """A drafter (folder, name in the package, hub id) on the target's device, in its format (ValueError: it does not
-    fit).
-    """
+    """A drafter (folder, name in the package, hub id) on the target's device, in its format (ValueError: no fit)."""
     return _ready(_read_drafter(name), target)
 
 
