@@ -133,7 +133,7 @@ def tuned_table(sizes: TunedSizes) -> str:
     """The choice for each number of rows."""
     lines = []
     for plan in sizes.plans:
-        best, plain = plan.best(), plan.plain
+        best, plain = plan.best(), next(each for each in plan.choices if each.tree.is_plain)
         tree = [str(best.tree_size), "-", "-"] if best.tree.is_plain else [str(best.tree[index]) for index in (2, 0, 1)]
         seconds = [f"{1000 * choice.step_seconds:.1f}" for choice in (best, plain)]
         rate = f"{plan.num_rows * best.rate():.1f}"

@@ -7,7 +7,7 @@ D hidden size · Y = D times the number of kept layers.
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,12 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
-from drafter.decoding.proposer import Proposer, RootOnly, RowState
+from drafter.decoding.proposer import Proposer, RootOnly, RowState, to_device
 from drafter.decoding.rules import Guide, Paths, Rules, TreeNode, apply_rules, numbers_of
 from drafter.decoding.sampling import Noise, has_kernels, make_warp, pick_nodes
-from drafter.decoding.transfer import Told, to_device
-from drafter.decoding.tree import Candidates, ancestors
-from drafter.decoding.verify import AcceptedPath, accept_picks
+from drafter.decoding.tree import AcceptedPath, Candidates, accept_picks, ancestors
 from drafter.engine.graphs import Graphs, Parts
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
@@ -71,6 +69,27 @@ class CacheWithStates:
     def states(self, row: int, start: int, stop: int) -> Tensor:
         """The kept states of some positions of a row, [stop - start, layers + 1, D] on the CPU."""
         return self._state_BSY[row, start:stop].unflatten(-1, (-1, self._target.hidden_size)).cpu().clone()
+
+
+class Told:
+    """Numbers of rows that the host decides: tensors of fixed addresses on a device, for graphs to read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes_X, self._views = torch.empty(0), dict[str, Tensor]()
+
+    def tell(self, tensors: Mapping[str, Tensor]) -> None:
+        """Bring CPU tensors of the same names, shapes and types as before to the device, in one copy."""
+        parts = sorted(tensors.items(), key=lambda part: -part[1].itemsize)  # each begins at a multiple of its own size
+        bytes_X = to_device(self._device, torch.cat([part.flatten().view(torch.uint8) for _, part in parts]))[0]
+        if not self._views:
+            self._bytes_X, views = bytes_X, bytes_X.split([part.nbytes for _, part in parts])
+            views_of = zip(parts, views, strict=True)
+            self._views = {name: view.view(part.dtype).view(part.shape) for (name, part), view in views_of}
+        self._bytes_X.copy_(bytes_X)
+
+    def of(self, num_rows: int) -> dict[str, Tensor]:
+        return {name: view[:num_rows] for name, view in self._views.items()}
 
 
 class _Wanted(NamedTuple):

@@ -103,10 +103,6 @@ class RowPlan:
     num_rows: Annotated[int, Field(ge=1)]
     choices: Annotated[tuple[MeasuredTree, ...], Field(fail_fast=True)]
 
-    @property
-    def plain(self) -> MeasuredTree:
-        return next(choice for choice in self.choices if choice.tree.is_plain)
-
     def best(self, ratio: float = 1.0) -> MeasuredTree:
         """The fastest choice at an acceptance of ``ratio``; of equal choices the smaller tree."""
         return max(self.choices, key=lambda choice: (choice.rate(ratio), -choice.tree_size))

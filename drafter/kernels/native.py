@@ -245,7 +245,7 @@ def pack_nodes(
 def accept_picks(
     token_BN: Tensor, parent_BN: Tensor, is_node_BN: Tensor, pick_BN: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`drafter.decoding.verify.accept_picks`: path [B, Z], num_accepted and bonus [B], int64."""
+    """See :func:`drafter.decoding.tree.accept_picks`: path [B, Z], num_accepted and bonus [B], int64."""
     num_rows, num_nodes = token_BN.shape
     path_BZ = torch.empty(num_rows, max_depth + 1, dtype=torch.int64)
     num_accepted_B, bonus_B = torch.empty(2, num_rows, dtype=torch.int64).unbind()

@@ -293,9 +293,6 @@ class RecurrentDrafter(nn.Module):
             states.append(self.step(states[-1], embedding_XD))
         return self.logits(context_XC.unsqueeze(-2), torch.stack(states[1:], dim=-2))
 
-    def num_parameters_by_part(self) -> dict[str, int]:
-        return {name: sum(p.numel() for p in part.parameters()) for name, part in self.named_children()}
-
     def _scaled(self, x_XE: Tensor) -> Tensor:
         """The stream for linear layers, with the h half times ``hidden_scale``."""
         scale = self.config.hidden_scale

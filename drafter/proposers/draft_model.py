@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.decoding.proposer import Proposer, RowState
+from drafter.decoding.proposer import Proposer, RowState, to_device
 from drafter.decoding.sampling import Noise, argmax, pick_nodes
-from drafter.decoding.transfer import to_device
 from drafter.decoding.tree import NodeList
 from drafter.proposers.options import Drafting
 from drafter.targets.slots import Slots

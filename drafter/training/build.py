@@ -75,7 +75,7 @@ def expect_same_shape(config: DrafterConfig, saved: dict[str, Any]) -> None:
 
 def summary_lines(drafter: RecurrentDrafter) -> list[str]:
     """Parameters of each part and the size of the exported weights (bfloat16)."""
-    parts = drafter.num_parameters_by_part()
+    parts = {name: sum(each.numel() for each in part.parameters()) for name, part in drafter.named_children()}
     total = sum(parts.values())
     listed = ", ".join(f"{name} {count:,}" for name, count in parts.items())
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)

@@ -16,8 +16,7 @@ from torch.func import vmap
 from drafter import reference
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.sampling import Noise, gumbel_noise, make_warp
-from drafter.decoding.tree import Candidates, ancestors, pack_nodes
-from drafter.decoding.verify import accept_picks
+from drafter.decoding.tree import Candidates, accept_picks, ancestors, pack_nodes
 from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
