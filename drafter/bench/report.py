@@ -118,19 +118,6 @@ def _rate(record: BenchRecord, category: str | None = None) -> float:
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, and a section for each prompt set and sampling."""
-    sections = ["# Benchmark results\n", _provenance(records)]
-    for methods in summarise(records):
-        title, about, _ = _condition_of(methods[0].rounds[0])
-        rounds = " or ".join(str(number) for number in sorted({len(each.rounds) for each in methods}))
-        sections += [f"## {title}\n", f"{about}; {rounds} rounds.\n", _main_table(methods)]
-        built = {each.label: each.rounds[0].get("build") for each in methods}
-        sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
-        sections += _category_table(methods)
-    return "\n".join(sections)
-
-
-def _provenance(records: Sequence[BenchRecord]) -> str:
-    """When, on which machines, and with which versions the records were measured."""
     dates, machines = sorted({record["date"][:10] for record in records}), dict[str, None]()
     for machine in (record["machine"] for record in records):
         name = machine.get("device") or machine.get("cpu") or machine["system"]
@@ -140,10 +127,27 @@ def _provenance(records: Sequence[BenchRecord]) -> str:
     versions = ", ".join(f"{name} {' and '.join(values)}" for name, values in used.items() if values)
     revisions = dict.fromkeys((record.get("git_revision") or "unknown")[:12] for record in records)
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return (
+    sections = [
+        "# Benchmark results\n",
         f"Measured {when} on {'; '.join(machines)}. {versions}; revision {', '.join(revisions)}. "
-        "Speeds are medians over rounds, with the least and the greatest; speedups are ratios within a round.\n"
-    )
+        "Speeds are medians over rounds, with the least and the greatest; speedups are ratios within a round.\n",
+    ]
+    for methods in summarise(records):
+        title, about, _ = _condition_of(methods[0].rounds[0])
+        rounds = " or ".join(str(number) for number in sorted({len(each.rounds) for each in methods}))
+        sections += [f"## {title}\n", f"{about}; {rounds} rounds.\n", _main_table(methods)]
+        built = {each.label: each.rounds[0].get("build") for each in methods}
+        sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
+        # Speedup by category, for prompt sets that have categories. Rows of a batch have no times of their own.
+        categories, lines = dict.fromkeys(name for each in methods for name in each.rounds[0]["by_category"]), []
+        for each in methods:
+            spans = [each.over(BASELINE, category=name) for name in categories]
+            if any(spans) and each.label != BASELINE:
+                lines.append([each.label, *("-" if span is None else f"{span.middle:.2f}x" for span in spans)])
+        if lines:
+            sections.append("### Speedup over plain decoding by category, one prompt at a time\n")
+            sections.append(format_table(["method", *categories], lines) + "\n")
+    return "\n".join(sections)
 
 
 def _main_table(methods: Sequence[Measured]) -> str:
@@ -163,15 +167,3 @@ def _main_table(methods: Sequence[Measured]) -> str:
     if not any(each.over(*_LLAMA_CPP_BASELINES) for each in methods):
         del columns["over llama.cpp BF16"]
     return format_table(list(columns), [[show(each) for show in columns.values()] for each in methods]) + "\n"
-
-
-def _category_table(methods: Sequence[Measured]) -> list[str]:
-    """Speedup by category, for prompt sets that have categories. Rows of a batch have no times of their own."""
-    categories = dict.fromkeys(name for each in methods for name in each.rounds[0]["by_category"])
-    rows = []
-    for each in methods:
-        spans = [each.over(BASELINE, category=name) for name in categories]
-        if any(spans) and each.label != BASELINE:
-            rows.append([each.label, *("-" if span is None else f"{span.middle:.2f}x" for span in spans)])
-    title = "### Speedup over plain decoding by category, one prompt at a time\n"
-    return [title, format_table(["method", *categories], rows) + "\n"] if rows else []

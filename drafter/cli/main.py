@@ -47,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's mistake is one line."""
     try:
         words = list(sys.argv[1:] if argv is None else argv)
-        _open_streams()
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the shell (`>&-`): what is written is swallowed
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+            if hasattr(stream := getattr(sys, name), "reconfigure"):
+                stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # read by bars that leave it open, and by other packages
         code = _dispatch(words)
         sys.stdout.flush()  # here, where a closed pipe is caught
         return code
@@ -69,17 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_ERROR
 
 
-def _open_streams() -> None:
-    """A stream that the shell has closed (`>&-`) swallows what is written; no bar runs where nobody watches."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        if hasattr(stream := getattr(sys, name), "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read by bars that leave the question open, and by other packages
-
-
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
@@ -87,19 +82,16 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{printable(str(error.filename), _LONGEST_ERROR // 2)}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
-        text = f"{error.name} is not installed: pip install {_packages_with(error.name or '')}"
+        # All packages of the extra that the module belongs to.
+        module = packages = error.name or ""
+        with contextlib.suppress(PackageNotFoundError):
+            found = [line.partition(";") for line in requires("recurrent-drafter") or ()]
+            owner = module.replace("_", "-")
+            for extra in {extra for name, _, extra in found if extra and re.split(r"[^\w-]", name)[0] == owner}:
+                packages = " ".join(f"'{name.strip()}'" for name, _, other in found if other == extra)
+        text = f"{module} is not installed: pip install {packages}"
     # A library or a server may repeat a value, whatever its length and whatever a terminal would obey in it.
     return printable(text, _LONGEST_ERROR)
-
-
-def _packages_with(module: str) -> str:
-    """What pip installs for a module: all packages of the extra that the module belongs to."""
-    with contextlib.suppress(PackageNotFoundError):
-        found = [line.partition(";") for line in requires("recurrent-drafter") or ()]
-        extras = {name: extra for name, _, extra in found if re.split(r"[^\w-]", name)[0] == module.replace("_", "-")}
-        for extra in filter(None, extras.values()):
-            return " ".join(f"'{name.strip()}'" for name, _, other in found if other == extra)
-    return module
 
 
 def _dispatch(words: list[str]) -> int:

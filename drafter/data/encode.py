@@ -76,9 +76,18 @@ def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows
     def rows(name: str) -> Iterator[dict[str, Any]]:
         return (row.columns() for record in read_records(name) for row in encoder.encode(record))
 
-    settings, parts = [encoder.max_length, encoder.columns, encoder.vocab_size, _VERSION], []
+    tokenizer, parts = encoder.tokenizer, []
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no character offsets of tokens, so answers cannot be found: "
+            "a tokenizer with a tokenizer.json file is needed"
+        )
+    # Everything that determines token ids: vocabulary, merges, added tokens, chat template.
+    state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    settings = [state, tokenizer.chat_template, sorted(stop_token_ids(tokenizer)), encoder.max_length, encoder.columns]
     for name in names:
-        key = json.dumps([digest_of_rows(name), name, _tokenizer_state(encoder.tokenizer), settings], sort_keys=True)
+        key = json.dumps([digest_of_rows(name), name, *settings, encoder.vocab_size, _VERSION], sort_keys=True)
         fingerprint = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
         try:
             parts.append(Dataset.from_generator(partial(rows, name), features=row_features(), fingerprint=fingerprint))
@@ -277,18 +286,6 @@ class RowEncoder:
         if row.problem or any(row.loss_mask):
             return row
         return EncodedRow(problem=TOO_LONG if row.is_cut else EMPTY)
-
-
-def _tokenizer_state(tokenizer: Any) -> list[Any]:
-    """Everything that determines token ids: vocabulary, merges, added tokens, chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no character offsets of tokens, so answers cannot be found: "
-            "a tokenizer with a tokenizer.json file is needed"
-        )
-    state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    return [state, tokenizer.chat_template, sorted(stop_token_ids(tokenizer))]
 
 
 def stop_token_ids(tokenizer: Any) -> set[int]:

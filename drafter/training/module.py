@@ -158,12 +158,22 @@ class DrafterModule(LightningModule):
             )
 
     def inputs(self, batch: ChatBatch, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Target forward and drafter: features of each pair [P, F], which the output rows turn into logits, and the
-        target's final hidden states at the positions of its own predictions [M, D]."""
+        """Target forward and drafter, unrolled from every start to its own depth: features of each pair [P, F], which
+        the output rows turn into logits, and the target's final hidden states at the positions of its own predictions
+        [M, D]."""
         hidden_BTD, context_BTC = batch.hidden_BTD, batch.context_BTC
         if hidden_BTD is None:
             hidden_BTD, context_BTC = self.teacher.forward(batch.token_BT, tuple(self.drafter.config.context_layers))
-        feature_PF = self._pair_features(batch.token_BT, hidden_BTD if context_BTC is None else context_BTC, pairs)
+        token_X = batch.token_BT.flatten()
+        context_AC = (hidden_BTD if context_BTC is None else context_BTC).flatten(0, 1)[pairs.start_A]
+        hidden_AD, state_AD = self.drafter.fuse(context_AC), self.drafter.init_state(context_AC)
+        states, hiddens = [], []
+        for depth, num in enumerate(pairs.num_starts, 1):
+            next_A = (pairs.start_A[:num] + depth).clamp(max=len(token_X) - 1)
+            state_AD = self.drafter.step(state_AD[:num], self.teacher.target.embed(token_X[next_A]))
+            states.append(state_AD)
+            hiddens.append(hidden_AD[:num])
+        feature_PF = self.drafter.features(torch.cat(hiddens), torch.cat(states))
         return feature_PF, hidden_BTD.flatten(0, 1)[pairs.position_M]
 
     def loss(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, *, is_exact: bool) -> Tensor:
@@ -181,21 +191,6 @@ class DrafterModule(LightningModule):
 
     def _output_rows(self) -> Tensor:
         return self.teacher.weight_RD if self.drafter.config.head == "tied" else self.drafter.output_rows()
-
-    def _pair_features(self, token_BT: Tensor, context_BTC: Tensor, pairs: Pairs) -> Tensor:
-        """Features of all pairs: the drafter unrolled from every start, each to its own depth."""
-        token_X = token_BT.flatten()
-        context_AC = context_BTC.flatten(0, 1)[pairs.start_A]
-        hidden_AD = self.drafter.fuse(context_AC)
-        state_AD = self.drafter.init_state(context_AC)
-        states, hiddens = [], []
-        for depth, num in enumerate(pairs.num_starts, 1):
-            next_A = (pairs.start_A[:num] + depth).clamp(max=len(token_X) - 1)
-            embedding_AD = self.teacher.target.runtime.embed(token_X[next_A])
-            state_AD = self.drafter.step(state_AD[:num], embedding_AD)
-            states.append(state_AD)
-            hiddens.append(hidden_AD[:num])
-        return self.drafter.features(torch.cat(hiddens), torch.cat(states))
 
     def _generator(self) -> torch.Generator:
         """A generator keyed by the number of the batch, so that a resumed run makes the same choices."""
