@@ -34,22 +34,18 @@ class MuonAdam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.ndim == 2 and weight.grad is not None:
-                    self._step_matrix(weight, weight.grad, group["lr"])
-                    weight.grad = None  # Adam leaves out what has no gradient
+            for weight in (each for each in group["params"] if each.ndim == 2 and each.grad is not None):
+                state, grad = self.state[weight], weight.grad
+                if not state:  # Adam expects the number of steps where a run resumes
+                    state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(weight)}
+                state["step"] += 1
+                mean: Tensor = state["momentum_buffer"].lerp_(grad, 1 - _MOMENTUM)
+                ahead = grad.lerp(mean, _MOMENTUM)  # Nesterov
+                size = 0.2 * math.sqrt(max(weight.shape))
+                weight.add_(equalize(ahead.to(self._dtype)).to(weight.dtype), alpha=-group["lr"] * size)
+                weight.grad = None  # Adam leaves out what has no gradient
         super().step()
         return loss
-
-    def _step_matrix(self, weight: Tensor, grad: Tensor, lr: float) -> None:
-        state = self.state[weight]
-        if not state:  # Adam expects the number of steps where a run resumes
-            state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(weight)}
-        state["step"] += 1
-        mean: Tensor = state["momentum_buffer"].lerp_(grad, 1 - _MOMENTUM)
-        ahead = grad.lerp(mean, _MOMENTUM)  # Nesterov
-        size = 0.2 * math.sqrt(max(weight.shape))
-        weight.add_(equalize(ahead.to(self._dtype)).to(weight.dtype), alpha=-lr * size)
 
 
 def equalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
