@@ -170,7 +170,7 @@ class DrafterModule(LightningModule):
         states, hiddens = [], []
         for depth, num in enumerate(pairs.num_starts, 1):
             next_A = (pairs.start_A[:num] + depth).clamp(max=len(token_X) - 1)
-            state_AD = self.drafter.step(state_AD[:num], self.teacher.target.embed(token_X[next_A]))
+            state_AD = self.drafter.step(state_AD[:num], self.teacher.target.runtime.embed(token_X[next_A]))
             states.append(state_AD)
             hiddens.append(hidden_AD[:num])
         feature_PF = self.drafter.features(torch.cat(hiddens), torch.cat(states))
