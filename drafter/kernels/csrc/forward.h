@@ -40,7 +40,6 @@ static void rotate(const Rotary& r, long position, float* x) {
 }
 INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
 INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
-
 static bool are_finite(const float* x, long size) {
   F none{}; long i = 0; float rest = 0;
   for (; i + LANES <= size; i += LANES) none += load(x + i) * 0.f;

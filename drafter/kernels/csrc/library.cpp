@@ -234,7 +234,6 @@ static void ask_for_huge_pages(void* start, int64_t bytes) {
   if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);
 #endif
 }
-
 // Whether rows and slots are those of the cache: the step reads and writes where it is told.
 static bool are_slots(const Cache& c, int64_t first_row, int num_rows, const int64_t* slot, long num) {
   bool are = first_row >= 0 && first_row + num_rows <= c.num_rows;
@@ -262,7 +261,6 @@ template <class T> static int move(const Model& m, const Cache& c, int num_rows,
   }
   return IS_DONE;
 }
-
 // One call at a time; memory that ran out is a status, in whichever thread.
 template <class W> static int alone(W work) {
   std::lock_guard<std::mutex> lock(mutex);

@@ -225,15 +225,18 @@ template <Format FORMAT> struct In {
 
 template <class T, int M>
 APART void rounded_strip(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
-  constexpr int EACH = T::BYTES / T::GROUPS;  // bytes of a group
+  constexpr int EACH = T::BYTES / T::GROUPS, SHARE = EACH / STRIPS;  // bytes of a group
   const int strip = first % STRIPS;
   F sum[M];
   UNROLL for (int r = 0; r < M; r++) sum[r] = F{};
   w += first / STRIPS * block_bytes;
+  const char* next = w + block_bytes + strip * (block_bytes / STRIPS);
   for (long g = 0; g < inputs / GROUP; w += T::BYTES) {
     const typename T::Unit unit = T::unit(w, strip);
     for (int i = 0; i < T::GROUPS; i++, g++) {
-      if (strip == 0) prefetch(w + (16 + i) * EACH, EACH);  // the next groups; takes a third off a step
+      // Memory never rests: strips of one row ask for shares of the next block, else the first for the next groups.
+      if (M == 1 && STRIPS > 1) prefetch(next + g * SHARE, SHARE);
+      else if (strip == 0) prefetch(w + (16 + i) * EACH, EACH);
       T::template add<M>(w, unit, i, strip, x, g, sum);
     }
   }
