@@ -80,12 +80,7 @@ def slots_mask(slots: Slots) -> Tensor:
         [[1, 1, 0, 0],
          [1, 1, 1, 0]]
 
-    A tree node sees the committed prefix, its ancestors and itself. For a root at position 1 with two children
-    (``ancestor = [[1,0,0],[1,1,0],[1,0,1]]``) and five slots::
-
-        [[1, 1, 0, 0, 0],
-         [1, 1, 1, 0, 0],
-         [1, 1, 0, 1, 0]]
+    A tree node sees the committed prefix, its ancestors and itself, as in :class:`Slots`.
     """
     slot_S = torch.arange(slots.num_visible, device=slots.position_BT.device)
     if slots.ancestor_BTT is None:

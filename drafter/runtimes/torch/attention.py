@@ -1,6 +1,5 @@
-"""Attention of several tokens under a mask, over the slots of a cache. transformers' own SDPA attention copies the keys
-and values of every layer once for each query head of a group when several tokens come with a mask; here the heads of a
-group become further queries of one head.
+"""Attention of several tokens under a mask, over the slots of a cache: the heads of a group are further queries of one
+head. transformers' own SDPA copies the keys and values once for each query head of a group.
 
 Shapes: B rows · N nodes · G key/value heads · H query heads · R query heads of a group · S visible slots · K head
 dimension.
