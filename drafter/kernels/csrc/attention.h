@@ -5,7 +5,6 @@
 // In a causal chunk the path is empty; in a tree the prefix is the committed text, which the nodes read together.
 #pragma once
 #include <new>
-
 #include "products.h"
 
 namespace STEP {

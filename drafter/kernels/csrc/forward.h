@@ -238,7 +238,6 @@ struct Call {
 };
 static Work work;
 static Memory token_memory, path_memory;
-
 // The tokens that are no padding, with what each sees.
 static int list_tokens(const Cache& cache, const Tokens& t, Token*& list) {
   const long all = (long)t.num_rows * t.num_tokens;
@@ -266,7 +265,6 @@ static int forward(const Model& m, const Cache& cache, const Tokens& tokens, con
   pool.run([](void* c, Step& step) { const Call& call = *(Call*)c; if (call.cache.is_half) call.run<uint16_t>(step); else call.run<float>(step); }, &call);
   return work.status;
 }
-
 static Work product_work;
 struct ProductCall {
   const Matrix& w; int N; const float* x; float* y;

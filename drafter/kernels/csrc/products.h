@@ -26,6 +26,11 @@ struct Rows {
 };
 constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;
 static int panel_rows(int N) {  // 1, 2, 3, 4, 6, 8 or 12: the rows that one template computes
+  if (LANES == 8) {  // the least time: weights of a panel are unpacked in the time of about one row
+    int best = 6;
+    for (int m : {4, 3, 2, 1}) if ((N + m - 1) / m * (m + 1) < (N + best - 1) / best * (best + 1)) best = m;
+    return best;
+  }
   const int parts = (N + MOST_ROWS - 1) / MOST_ROWS, m = (N + parts - 1) / parts;
   if (LANES == 4) return m == 3 ? 4 : m;
   return m <= 4 ? m : m <= 6 ? 6 : m <= 8 ? 8 : 12;

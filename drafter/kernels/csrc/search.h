@@ -60,10 +60,8 @@ struct Matches {
   }
 };
 struct Beam { int64_t token, named; float total, named_value; Best best; };
-
 // Live beams before and after a step, side by side: beam w of row b is number b * each + w, with one beam each before the first step.
 struct Side { Beam* beams; float* states; uint8_t* lengths; };
-
 struct SearchCall {
   const Drafter& d; const Search& s; Side sides[2]; float *streams, *logits, *noise; long most_text; const Work *first, *later;
   int num_nodes() const { return s.width * s.length + s.depth - s.length; }
