@@ -5,6 +5,7 @@ A matrix may be stored in 8 bits, as decoding on a CPU rounds a matrix: groups o
 Shapes: O outputs · G groups · I inputs of a group.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def check_tensors(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], v
     """
     for name in sorted(wanted.keys() ^ tensors.keys()):
         raise ValueError(f"{where}: tensor {name!r} is {'missing' if name in wanted else 'unknown'}")
-    dtype = next(tensor.dtype for name, tensor in tensors.items() if name != TOKEN_IDS)
+    dtype = Counter(each.dtype for name, each in tensors.items() if name != TOKEN_IDS).most_common(1)[0][0]
     for name, tensor in tensors.items():
         if fault := _fault_of(name, tensor, wanted[name].shape, dtype, vocab_size):
             raise ValueError(f"{where}: tensor {name!r} {fault}")

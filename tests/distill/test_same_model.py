@@ -44,9 +44,9 @@ def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytes
     with live_server() as live:
         (line,) = compare(live)
         assert line.startswith("the server runs the target: ") and int(line.split()[5]) > 4
-        requests = live.server._requests
+        params = live.server._params
         hot = {"temperature": 3.0}
-        monkeypatch.setattr(live.server, "_requests", lambda body, *rest: requests(body.model_copy(update=hot), *rest))
+        monkeypatch.setattr(live.server, "_params", lambda body, ends: params(body.model_copy(update=hot), ends))
         (line,) = compare(live)
         assert line.startswith(differs + "sampling parameters: ")
     with live_server(plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: "))) as live:
