@@ -101,9 +101,9 @@ INLINE F greater(F a, F b) { return a > b ? a : b; }
 INLINE I round(F x) { I y; for (int i = 0; i < LANES; i++) y[i] = (int32_t)nearbyintf(x[i]); return y; }
 INLINE void store_bytes(int8_t* p, I x) { for (int i = 0; i < LANES; i++) p[i] = (int8_t)x[i]; }
 INLINE I dot4(I sum, I u, I s) {
-  const uint8_t* a = (const uint8_t*)&u; const int8_t* b = (const int8_t*)&s;
-  for (int i = 0; i < 4 * LANES; i++) sum[i / 4] += a[i] * b[i];
-  return sum;
+  const uint8_t* a = (const uint8_t*)&u; const int8_t* b = (const int8_t*)&s; Wrapping n = (Wrapping)sum;
+  for (int i = 0; i < 4 * LANES; i++) n[i / 4] += a[i] * b[i];
+  return (I)n;
 }
 INLINE I bytes(const char* p) { I x; for (int i = 0; i < LANES; i++) x[i] = (int8_t)p[i]; return x; }
 INLINE I look_up(const uint8_t* table, I v) {

@@ -190,23 +190,23 @@ template <Format FORMAT> struct In {
       } else {
         constexpr int FIT = lesser(VECTORS, 32767 / (2 * 127 * MOST));  // vectors of products that 16 bits add up
         UNROLL for (int r = 0; r < M; r++) {
-          I n = T.zero ? all(minus[r]) * T.zero : I{};
+          Wrapping n = (Wrapping)all(minus[r]) * T.zero;  // rows beyond the last hold anything
           UNROLL for (int j = 0; j < VECTORS; j += FIT) {
             __m256i pairs = _mm256_maddubs_epi16((__m256i)w[j], _mm256_set1_epi32(words[M * j + r]));
             UNROLL for (int k = j + 1; k < j + FIT; k++)
               pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)w[k], _mm256_set1_epi32(words[M * k + r])));
-            n += (I)_mm256_madd_epi16(pairs, ones);
+            n += (Wrapping)_mm256_madd_epi16(pairs, ones);
           }
-          finish(r, n);
+          finish(r, (I)n);
         }
       }
 #else
       UNROLL_PRODUCTS for (int r = 0; r < M; r++) {
-        I n = T.zero ? all(minus[r]) * T.zero : I{}, m{};
+        I n = (I)((Wrapping)all(minus[r]) * T.zero), m{};
         UNROLL_PRODUCTS for (int j = 0; j < VECTORS; j += 2) {
           n = dot4(n, w[j], all(words[M * j + r])); m = dot4(m, w[j + 1], all(words[M * (j + 1) + r]));
         }
-        finish(r, n + m);
+        finish(r, (I)((Wrapping)n + (Wrapping)m));
       }
 #endif
     }
