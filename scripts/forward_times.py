@@ -240,7 +240,8 @@ def main() -> None:
             found[engine, name].append(record)
             facts = {key: made_by[key] for key in ("machine", "versions", "git_revision", "date")}
             facts |= {"context": args.context, "limits": speed}
-            line = {"shape": args.shape, "engine": engine, "weights": name, "threads": cores, **record, **facts}
+            facts |= {"shape": args.shape, "engine": engine, "weights": Path(name).name, "threads": cores}
+            line = {**facts, **record}
             append(args.out, json.dumps(line) + "\n")
     rows, later = [], []
     for (engine, name), records in found.items():
