@@ -239,7 +239,7 @@ APART void rounded_strip(const char* w, long block_bytes, int first, long inputs
   for (long g = 0; g < inputs / GROUP; w += T::BYTES) {
     const typename T::Unit unit = T::unit(w, strip);
     for (int i = 0; i < T::GROUPS; i++, g++) {
-      // Memory never rests: strips of one row ask for shares of the next block, else the first for the next groups.
+      // One row: each strip asks for its share of the next block. More rows: the first strip asks for the next groups.
       if (M == 1 && STRIPS > 1) prefetch(next + g * SHARE, SHARE);
       else if (strip == 0) prefetch(w + (16 + i) * EACH, EACH);
       T::template add<M>(w, unit, i, strip, x, g, sum);
