@@ -245,7 +245,7 @@ class Engine:
         active = [request for request in rows if request.is_prefilled]
         if not active:
             return []
-        proposer = self._proposer_for(active)
+        proposer = self._proposer_for(active, runner)
         if proposer.reads_every_token:  # the prompts, and the tokens of steps without the proposer
             for request in active:
                 if request.num_drafted < request.num_committed - 1:
@@ -259,12 +259,14 @@ class Engine:
             self._sizer.observe(accepted, seconds, runner.num_verified)
             self._tell(self._sizer)
         updates = []
-        for request, emitted_ids, _, _, logprobs, tree, *_ in emitted:
-            taken = request.extend(emitted_ids)
+        for update in emitted:
+            request = update.request
+            taken = request.extend(update.token_ids)
             if proposer.reads_every_token:
                 request.num_drafted = request.num_committed
-            logprobs = logprobs and logprobs[: len(taken)]
-            updates.append(Update(request, taken, request.num_accepted[-1], request.finish_reason, logprobs, tree))
+            logprobs = update.logprobs and update.logprobs[: len(taken)]
+            num_accepted, reason = request.num_accepted[-1], request.finish_reason
+            updates.append(Update(request, taken, num_accepted, reason, logprobs, update.tree))
         return updates
 
     def replace_drafter(self, drafter: "RecurrentDrafter") -> None:
@@ -369,16 +371,15 @@ class Engine:
         runner.vacate(len(self._scheduler.rows))
         self._is_arranged = True
 
-    def _proposer_for(self, active: list[Request]) -> Proposer:
+    def _proposer_for(self, active: list[Request], runner: Runner) -> Proposer:
         self._is_sized = False
         if not any(item.options.speculate for item in active):
             return self._plain
         if self._sizer is not None:
             self._is_sized = True
             proposer = self._by_tree[self._sizer.choose(len(self._scheduler.rows))]
-            proposer.expect_cost(self._sizer.node_cost)
-            if self._runner is not None:
-                self._runner.node_cost = self._sizer.node_cost
+            runner.node_cost = self._sizer.node_cost
+            proposer.expect_cost(runner.node_cost)
             return proposer
         return self.proposer
 

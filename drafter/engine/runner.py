@@ -109,8 +109,10 @@ class Runner:
     def __init__(
         self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...], num_nodes: int
     ) -> None:
-        self.target, self._most_nodes = target, num_nodes
-        self.node_cost, self.num_forced = 0.0, 0
+        self.target = target
+        self._most_nodes = num_nodes
+        self.node_cost = 0.0
+        self.num_forced = 0
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
         self.num_verified = 0  # nodes of a row in the latest step, padding included
@@ -224,7 +226,8 @@ class Runner:
         rows, in prefill or padding of a bucket, only keep the shape. The longest row has ``max_committed`` slots.
         """
         self._tell(requests)
-        self._guides, self.num_forced = {item.row: item.guide for item in requests if item.guide is not None}, 0
+        self._guides = {item.row: item.guide for item in requests if item.guide is not None}
+        self.num_forced = 0
         most_nodes = self._most_nodes if self._guides else proposer.num_nodes
         wanted = self._wanted(requests)
         decided = self._views.of(num_rows)
@@ -255,7 +258,8 @@ class Runner:
         """
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
-        candidates, max_depth = self._propose(proposer, rows, noise, is_trial=is_trial), proposer.max_depth
+        candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
+        max_depth = proposer.max_depth
         if max_depth > 0:
             is_drafted_B1 = self._views.of(len(rows.root_B))["is_drafted_B"][:, None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
@@ -418,13 +422,11 @@ class Runner:
             tokens, parents, depths, is_node = tree_XBN[:, row].tolist()
             kept = [0, *(node for node in range(1, num_nodes) if is_node[node])]
             place = {node: index for index, node in enumerate(kept)}
-            nodes, num_forced = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept], 0
-            if not self._decided[1]["is_drafted_B"][row]:
-                nodes = nodes[:1]
-            else:
+            nodes = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept]
+            if self._decided[1]["is_drafted_B"][row]:
                 nodes, num_forced = guide.grow(nodes, num_nodes, *limits)
+                self.num_forced += num_forced
             self._trees[row] = nodes
-            self.num_forced += num_forced
         if not self._graphs.is_on:
             sizes = sorted((len(self._trees[row]) for row in self._guides), reverse=True)
             num_active = sum(self._decided[1]["is_active_B"])

@@ -192,6 +192,7 @@ class _Times:
     pace: float | None = None  # the median of the last when the present trial began; None: the trial of the first tree
     used: dict[Tree, int] = field(default_factory=dict)  # the step of the last use of each tree
     num_copied: Counter[Tree] = field(default_factory=Counter)  # steps of each tree of copies
+    node_cost: float | None = None  # of these durations, once somebody has asked
 
 
 class Sizer:
@@ -313,10 +314,13 @@ class Sizer:
     @property
     def node_cost(self) -> float:
         """Plain steps that one more node of a tree of copies costs at the present number of rows; 0: not measured."""
-        times = self._times.get(self._rows)
-        measured = [each for each, own in times.durations.items() if own and each[0].is_copies] if times else []
-        costs = [self._cost(tree, nodes) / (nodes - 1) for tree, nodes in measured if nodes > 1]
-        return median(costs) if costs else 0.0
+        if (times := self._times.get(self._rows)) is None:
+            return 0.0
+        if times.node_cost is None:
+            measured = [each for each, own in times.durations.items() if own and each[0].is_copies]
+            costs = [self._cost(tree, nodes) / (nodes - 1) for tree, nodes in measured if nodes > 1]
+            times.node_cost = median(costs) if costs else 0.0
+        return times.node_cost
 
     # -- trials ----------------------------------------------------------------------------------------------------
 
@@ -346,7 +350,8 @@ class Sizer:
         if len(choices) < self._num_kinds:
             kinds = {tree.kind for tree in choices}
             return next(tree for tree in self._tries if tree.kind not in kinds)
-        best = max(choices.values(), key=self._rate).tree
+        rates = {tree: self._rate(choice) for tree, choice in choices.items()}
+        best = max(rates, key=rates.__getitem__)
         for is_copies in (False, True):
             own = [tree for tree in self._tries if tree.is_plain or tree.is_copies == is_copies]
             own.sort(key=attrgetter("tree_size"))
@@ -354,8 +359,8 @@ class Sizer:
                 for tree in own[max(own.index(best) - 1, 0) : own.index(best) + 2]:
                     if tree not in choices:
                         return tree
-        for tree in choices:
-            loss = max(self.loss(tree), _LEAST_LOSS)
+        for tree, rate in rates.items():
+            loss = max(rates[best] / rate - 1, _LEAST_LOSS)
             if self._num_steps - times.used[tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
                 return tree
         return None
@@ -366,9 +371,11 @@ class Sizer:
         durations = times.durations[tree, num_nodes]
         if self._num_left > 0 and times.pace is not None:
             durations.append(seconds / times.pace)
+            times.node_cost = None
         else:
             if not durations or (tree.is_copies and times.paces and len(durations) < _TIMES):
                 durations.append(seconds / median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else 1.0)
+                times.node_cost = None
             times.paces.append(seconds / median(durations))
         cost, before = median(durations), choices.get(tree)
         if tree.is_copies:
