@@ -72,7 +72,6 @@ class Traits(NamedTuple):
     is_compilable: bool = False  # torch may record whole steps as CUDA graphs
     is_uniform: bool = True  # all layers on one device, with keys of one shape, so that measurements of the device hold
     is_trainable: bool = False  # the weights are plain numbers in modules of torch
-    is_exact: bool = False  # tree, batch and chunk change no bit of a token's logits
     has_plain_logits: bool = True  # logits are ``output_weight_VD @ hidden`` and no more (no bias, scale or soft cap)
     cheap_tokens: int | None = None  # that a forward verifies at little more than the cost of one; None: the device's
     layer_devices: tuple[torch.device, ...] = ()  # where each layer computes; empty: all on one device

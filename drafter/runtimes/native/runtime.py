@@ -109,7 +109,6 @@ class NativeRuntime:
         cheap = _CHEAP_TOKENS.get(native.instructions(), 2)
         self.traits = Traits(
             number_format,
-            is_exact=True,
             has_plain_logits=self.description.logit_scale == 1 and not self.description.logit_cap,
             cheap_tokens=cheap,
             num_threads=process_threads(),
