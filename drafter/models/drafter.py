@@ -163,8 +163,7 @@ class RecurrentDrafter(nn.Module):
         return drafter.eval()
 
     def save_pretrained(self, folder: str | Path, *, is_rounded: bool = False) -> None:
-        """Write weights, in 8 bits if ``is_rounded``, and config to a folder, for :meth:`from_pretrained` (OSError if a
-        file cannot be written)."""
+        """Write weights, in 8 bits if ``is_rounded``, and config for :meth:`from_pretrained` (OSError: no access)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.dtype, self.config.architectures = self.dtype, [type(self).__name__]

@@ -121,8 +121,9 @@ def encode(
 
 
 def escaped(tokenizer: Any, text: str) -> str:
-    """The text with a space behind the first character of every special token, which so is read as plain text: ``a<
-    |end|>b`` (ValueError: a special token remains, as a tokenizer that ignores case may read one).
+    """The text with a space behind the first character of every special token, which so is read as plain text.
+
+    ``a<|end|>b`` becomes ``a< |end|>b``. ValueError: a special token remains (some tokenizers ignore case).
     """
     special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     for token in sorted((token for token in special.values() if len(token.strip()) > 1), key=len, reverse=True):

