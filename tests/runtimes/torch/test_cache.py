@@ -106,6 +106,3 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize(("inner", "name"), [(Decoder(), "cache"), (OlderDecoder(), "past_key_values")])
 def test_the_cache_goes_by_the_name_that_the_model_has_for_it(inner: nn.Module, name: str) -> None:
     assert cache_keyword(inner) == cache_keyword(Wrapper(inner)) == name
-
-
-HEADS, GROUPS, QUERIES, SLOTS, SIZE = 6, 2, 4, 40, 16
