@@ -229,7 +229,8 @@ class Sizer:
         # Drafted tokens: a guess weighs less than a measurement, and copies depend on the text more than on a drafter.
         weights = {False: 8.0, True: 0.6} if self._tries else {False: 16.0, True: 16.0}
         self._seen = {is_copies: _Acceptance(weight, prior=weight) for is_copies, weight in weights.items()}
-        self._copy_gain, self._num_full = _COPY_GAIN, 0
+        self._copy_gain = _COPY_GAIN
+        self._num_full = 0  # accepted tokens of full drafts in a row
         self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
 
     def _rate(self, choice: MeasuredTree) -> float:

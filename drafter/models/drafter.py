@@ -185,8 +185,9 @@ class RecurrentDrafter(nn.Module):
         """
         check_target(self.config, target)
         if self.config.head == "tied" and not self._is_bound(target):
-            self._bound, runtime = weakref.ref(target), target.runtime
+            self._bound = weakref.ref(target)
             is_whole = len(self.draft_token_ids_R) == self.config.vocab_size
+            runtime = target.runtime
             rows_RD = runtime.output_weight_VD if is_whole else runtime.output_rows(self.draft_token_ids_R)
             self.output_rows_RD = rows_RD.detach().to(self.device, self.dtype).contiguous()
             self._rounded = None

@@ -127,20 +127,21 @@ class BeamProposer(Proposer):
 
     def _rounded(self, target: Target) -> native.Drafter:
         """The drafter with weights rounded to 8 bits, which changes drafts alone, for :meth:`_search`."""
-        config, token_R, index_V, log_odds_X = self.drafter.config, self._token_R, self._index_V, self._odds_X.float()
+        config = self.drafter.config
+        log_odds_X = self._odds_X.float()
         cell, downs, blocks, head, output = self.drafter.rounded()
         own = getattr(target.runtime, "embedding_matrix", None)
         embedding_VD = target.runtime.embedding_weight_VD.float().contiguous() if own is None else None
         return native.Drafter(
-            hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(token_R),
+            hidden_size=config.hidden_size, num_blocks=len(blocks), num_tokens=len(self._token_R),
             embedding_scale=config.embedding_scale, hidden_scale=config.hidden_scale,
             cell=cell, down=(native.Matrix * len(downs))(*downs) if downs else None,
             blocks=(native.Matrix * len(blocks))(*blocks), head=head, rows=output,
-            token=token_R.data_ptr(), index=index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
+            token=self._token_R.data_ptr(), index=self._index_V.data_ptr(), log_odds=log_odds_X.data_ptr(),
             copies=self._drafting.copying, embedding=None if embedding_VD is None else embedding_VD.data_ptr(),
             embedding_matrix=None if own is None else ctypes.pointer(own),
             embedding_matrix_scale=1.0 if own is None else target.runtime.embedding_scale,
-        ).keep(cell, head, output, *blocks, *downs, log_odds_X, embedding_VD, own, index_V, token_R)  # fmt: skip
+        ).keep(cell, head, output, *blocks, *downs, log_odds_X, embedding_VD, own)  # fmt: skip
 
     def _search(self, drafter: native.Drafter, rows: RowState, noise: Noise | None) -> NodeList:
         """:meth:`draft` in one call of the native step."""

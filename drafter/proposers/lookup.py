@@ -66,9 +66,8 @@ def lengthen(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, size_BW: 
     back_G = torch.arange(most, device=history_BS.device)
     own_BG = (position_B[:, None] - back_G).clamp_min(0)
     place_BWG = match_BW[:, :, None] - back_G
-    is_same_BWG = history_BS.gather(1, place_BWG.clamp_min(0).flatten(1)).view(place_BWG.shape) == history_BS.gather(
-        1, own_BG
-    ).unsqueeze(1)
+    token_BWG = history_BS.gather(1, place_BWG.clamp_min(0).flatten(1)).view(place_BWG.shape)
+    is_same_BWG = token_BWG == history_BS.gather(1, own_BG)[:, None]
     return (is_same_BWG & (place_BWG >= 0)).cumprod(dim=2).sum(dim=2).maximum(size_BW) * (size_BW > 0)
 
 

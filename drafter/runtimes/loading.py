@@ -41,8 +41,7 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``.
         **asked: further fields of :class:`drafter.runtimes.base.Spec`.
 
-    ValueError: an unknown word, unreadable files, a model that cannot be a target, or that the named runtime cannot
-    run.
+    ValueError: an unknown word, unreadable files, or a model that cannot be a target, or not in the named runtime.
     """
     spec = Spec(name, resolve_device(device), **asked)
     transformers_logging.set_verbosity_error()

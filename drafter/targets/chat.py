@@ -156,7 +156,8 @@ class Fork:
     def _begin(self) -> None:
         self._child: Any = None  # the process, and our end of its pipe
         self._pipe: Any = None
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
 
     def map(self, items: Sequence[Any], seconds: float | None = None) -> list[Any]:
         """``[function(item) for item in items]`` (:class:`ForkError`), each in ``seconds`` of processor time."""

@@ -41,8 +41,10 @@ class TorchRuntime:
         layer_devices: Sequence[torch.device] = (),
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
-        self._target_name, self.capabilities = target_name, capabilities or probe(model, target_name)
-        self._layer_devices, self._is_packed = tuple(layer_devices), False
+        self._target_name = target_name
+        self.capabilities = capabilities or probe(model, target_name)
+        self._layer_devices = tuple(layer_devices)
+        self._is_packed = False
         self._cache_type = SlotCache
         self._compiled: set[Any] = set()  # forms of attention and layers of contexts
         self.decoder = decoder_of(model)
