@@ -114,8 +114,8 @@ class AcceptedPath(NamedTuple):
 
 def accept_picks(candidates: Candidates, pick_BN: Tensor, ancestor_BNN: Tensor, max_depth: int) -> AcceptedPath:
     """The accepted path: the walk from the root while the target's own pick at a node is one of its children. A node is
-    on the walk when it and all its ancestors equal the pick at their parents; siblings hold different tokens, so these
-    nodes form one path.
+    on the walk when the node and all its ancestors equal the pick at their parents; siblings hold different tokens, so
+    these nodes form one path.
     """
     if native.takes(pick_BN):
         tree = candidates.token_BN, candidates.parent_BN, candidates.is_node_BN

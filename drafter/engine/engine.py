@@ -227,7 +227,7 @@ class Engine:
         return request
 
     def add(self, request: Request) -> Request:
-        """Queue a request (ValueError: no memory); ``request.finish("abort")`` takes it out, waiting or running."""
+        """Queue a request (ValueError: no memory); ``request.finish("abort")`` ends a waiting or running one."""
         self.reserve(self._num_slots_of(request))
         self._scheduler.waiting.append(request)
         return request

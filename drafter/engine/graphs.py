@@ -31,8 +31,8 @@ class Graphs:
     def run(self, owner: object, key: Hashable, function: Callable[[], Parts[T]]) -> T:
         """The result of a generator without arguments that launches kernels, and waits for nothing. It yields functions
         for the host to call, which use tensors of fixed addresses: such a step is a graph for each part between them.
-        ``key`` is all that it reads besides the numbers in tensors; ``owner`` lives as long as the graph, and is no
-        part of its results.
+        ``key`` is all that the generator reads besides the numbers in tensors; ``owner`` lives as long as the graph,
+        and is no part of the results.
         """
         if not self.is_on:
             return _run_parts(function())

@@ -254,7 +254,7 @@ class Runner:
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
     ) -> Parts[tuple[Tensor, dict[str, Tensor]]]:
         """A step on the device: its results as packed words, and as tensors; yields the host's part of grammars. What
-        it reads besides tensors of fixed addresses is in the key of its graph.
+        a step reads besides tensors of fixed addresses is in the key of its graph.
         """
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
@@ -413,7 +413,7 @@ class Runner:
         """Bring the trees of rows with guides under their grammars. The host waits for the drafts.
 
         The trees of a graph change in place. Others take as many nodes as the rows have use for: a node that k rows
-        share with forced tokens is worth its cost in plain steps if that is at most k / active rows.
+        share with forced tokens is worth a cost of at most k / active rows plain steps.
         """
         tree_XBN = torch.stack(_unpack(_packed(candidates[:4]).cpu(), candidates[:4]))
         num_nodes = tree_XBN.shape[2]

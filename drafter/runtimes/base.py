@@ -19,8 +19,8 @@ BITS = {"int8": 8, "int4": 4}  # of --quantization
 
 
 class Unsuitable(Exception):
-    """A runtime cannot run a target; the text says why, and another runtime may. Nobody has to hear of it where it
-    ``is_expected``: the runtime is not for what was asked.
+    """A runtime cannot run a target; the text says why, and another runtime may. Where the refusal ``is_expected``, the
+    runtime is not for what was asked, and nobody has to hear of the reason.
     """
 
     def __init__(self, reason: str, *, is_expected: bool = False) -> None:

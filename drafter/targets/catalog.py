@@ -123,7 +123,7 @@ def check_name(name: str, revision: str | None = None) -> Path | str:
 
 
 def gguf_path(name: str, revision: str | None = None) -> Path | None:
-    """The GGUF file that a name stands for, fetched if it says so; else None (ValueError: an alias not fetched yet)."""
+    """The GGUF file that a name stands for (a hub's is fetched), else None (ValueError: an alias not fetched)."""
     path = Path(name).expanduser()
     if name in ALIASES:
         source = ALIASES[name]

@@ -85,7 +85,7 @@ class Target:
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
         """Token ids of conversations up to the opening of the assistant's turn, by the tokenizer's own template, a
-        stranger's program with limits of time and memory (ValueError: none, it refuses, or it reaches a limit).
+        stranger's program with limits of time and memory (ValueError: no template, a refusal, or a limit).
         """
         self._tokenizer()
         return self.encoder.map([[list(chat.messages), list(chat.tools), False, None] for chat in chats])

@@ -255,6 +255,7 @@ def test_copies_wait_for_something_to_copy_at_the_cost_of_plain_decoding() -> No
         )
         seen.append(tree.is_copies)
     assert sum(seen[:100]) > 80 and sum(seen[100:300]) > 180 and sum(seen[500:]) < 80
+    assert sizer.node_cost == pytest.approx(0.1, abs=0.01)
 
 
 def test_an_engine_on_a_cpu_sizes_its_trees_by_its_own_steps() -> None:
