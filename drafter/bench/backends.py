@@ -32,8 +32,7 @@ from drafter.utils.io import replacing
 
 
 class TimedAnswer(NamedTuple):
-    """The answer to one prompt, a produced stop token included, with its times from the start of its prefill and the
-    number of target forwards that produced tokens."""
+    """The answer to one prompt with its stop token; times count from the start of its prefill."""
 
     token_ids: list[int]
     seconds: float

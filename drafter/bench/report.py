@@ -82,8 +82,7 @@ def summarise(records: Sequence[BenchRecord]) -> list[list[Measured]]:
 
 
 def _measured(runs: Sequence[BenchRecord]) -> list[Measured]:
-    """The methods of one table. Runs of one label are rounds of one measurement; runs whose drafter, weights or
-    measured sizes differ from those of another run of their method name them."""
+    """The methods of one table; a label names drafter, weights and sizes where runs of its method differ in these."""
 
     def name_of(record: BenchRecord) -> str:
         weights, sizes = (record.get(key, "unknown")[:8] for key in ("drafter_fingerprint", "tuned_digest"))

@@ -29,8 +29,7 @@ _WARM_UP_TOKENS = 16
 
 
 def run_benchmark(options: BenchOptions, models: LoadedModels, workloads: list[Workload]) -> int:
-    """Make all runs that the results file lacks, each appended when it ends; their number. ValueError: the file holds
-    other results, a batch size exceeds the prompts, or a method refuses its settings."""
+    """Make and append the runs that the results file lacks; their number. ValueError: other results or few prompts."""
     for workload, size in product(workloads, options.batch_sizes):
         if size > len(workload.items):
             raise ValueError(
@@ -72,7 +71,8 @@ class _Point:
         if len(specs) < len(self.options.specs):
             print(f"llama-cpp answers one prompt at a time: left out at batch size {self.batch_size}", file=sys.stderr)
         identities = [(spec, self._identity(spec)) for spec in specs]
-        done, runs = {record["run_id"] for record in resume_results(self.options.out)}, []
+        done = {record["run_id"] for record in resume_results(self.options.out)}
+        runs = []
         for number, (spec, identity) in product(range(self.options.rounds), identities):
             if (new := run_id({"round": number, **identity})) not in done:
                 runs.append((spec, {"run_id": new, "round": number, **identity}))

@@ -59,8 +59,7 @@ class MethodSpec(NamedTuple):
         return "draft" in (self.name.removesuffix("-model"), self.speculation)
 
     def plan(self, models: LoadedModels, batch_size: int) -> Plan:
-        """The engine's plan; :func:`resolve` chooses what the written form leaves open. ValueError: the method is
-        tuned, and there is no file of measured sizes for the drafter."""
+        """The engine's plan by :func:`resolve`; ValueError: a tuned method without its file of measured sizes."""
         tuned = NO_FILE
         if self.is_tuned and models.drafter is not None:
             tuned = str(tuned_path(models.drafter.name_or_path))
@@ -71,8 +70,10 @@ class MethodSpec(NamedTuple):
 
 
 def parse_method(text: str) -> MethodSpec:
-    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, tuned; ValueError for an unknown
-    name or option, two options for one setting, or one that its method does not take."""
+    """Read `NAME`, or `NAME:OPTION:...` with options such as W8, L4, N24, G5, tau1.5, tuned.
+
+    ValueError: an unknown name or option, two options for one setting, or one that its method does not take.
+    """
     name, *options = text.split(":")
     if name not in _OPTIONS:
         hint = suggestion(name, _OPTIONS)

@@ -51,8 +51,7 @@ def candidates(tree_sizes: tuple[int, ...] | None, device: str, widest: int) -> 
 
 
 def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]], options: TuneOptions) -> TunedSizes:
-    """Measure the candidates of the options on a loaded target and its drafter, and choose; ValueError where no prompt
-    leaves room for an answer."""
+    """The best of the candidates, measured; ValueError where no prompt leaves room for an answer."""
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= target.max_length // 2]
     if not fitting:
         raise ValueError(

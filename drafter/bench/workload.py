@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class Item(NamedTuple):
-    """One prompt: a conversation up to a user's turn, token ids, or raw text without chat template. ``category``:
-    column of the results; empty when the prompt set has no categories."""
+    """One prompt: turns up to a user's, token ids, or raw text; ``category``: a column of the results, or empty."""
 
     category: str
     prompt: tuple[dict[str, Any], ...] | tuple[int, ...] | str

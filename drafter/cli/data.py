@@ -76,8 +76,7 @@ def data_inspect(options: InspectOptions) -> None:
 
 
 def inspect_file(name: str, encoder: "RowEncoder", console: "Console", *, num_rows: int = 3) -> None:
-    """Print the first ``num_rows`` rows, their trained tokens in colour, or between ⟦ and ⟧ without colours; then the
-    counts of all rows."""
+    """Print the first rows, trained tokens in colour, or between ⟦ and ⟧ without colours; then counts of all rows."""
     from rich.text import Text
 
     from drafter.data.encode import encode_files

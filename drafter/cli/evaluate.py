@@ -56,13 +56,14 @@ def evaluate(options: EvaluateOptions) -> None:
             if event.completion is not None:
                 accepted[workload.items[event.index].category].append(event.completion.num_accepted)
                 bar.update()
-    if len(accepted) > 1:
-        accepted["all"] = sum(accepted.values(), [])
+    groups = list(accepted.items())
+    whole = sum(accepted.values(), [])
     rows = []
-    for name, answers in accepted.items():
+    for name, answers in groups if len(groups) == 1 else [*groups, ("all", whole)]:
         steps = sum(answers, [])
         rows.append([name or "all", str(len(answers)), str(len(steps)), f"{sum(steps) / max(1, len(steps)):.2f}"])
-    shares = [[str(depth), f"{num / len(steps):.0%}"] for depth, num in enumerate(reached(steps), 1)]  # of all
+    steps = sum(whole, [])
+    shares = [[str(depth), f"{num / len(steps):.0%}"] for depth, num in enumerate(reached(steps), 1)]
     print("Share of the steps that accepted a drafted token at this depth:\n")
     print(format_table(["depth", "accepted"], shares))
     print("\nAccepted drafted tokens per step:\n")

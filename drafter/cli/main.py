@@ -7,6 +7,7 @@
 
 import contextlib
 import inspect
+import io
 import os
 import re
 import sys
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the shell (`>&-`): what is written is swallowed
-                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+                setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8"))
             if hasattr(stream := getattr(sys, name), "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
         if not sys.stderr.isatty():

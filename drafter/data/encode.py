@@ -64,8 +64,7 @@ def row_features() -> Any:
 
 
 def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows, list[str]]:
-    """The token rows of files and hub data sets (``owner/name[:split]``), from the cache of `datasets` where possible,
-    and a report in lines.
+    """The token rows of files and hub data sets, from the cache of `datasets` where possible, and a report in lines.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`read_records` and :func:`parse_row`, and a file without a usable row.
@@ -139,8 +138,7 @@ class RowEncoder:
     vocab_size: int | None = None
 
     def encode(self, record: RawRow) -> list[EncodedRow]:
-        """The encoded row, or the several rows of a long plain text; a dropped row has a ``problem``. ValueError for an
-        invalid row, or a conversation for a target without a chat template."""
+        """The encoded row, or several of a long plain text; a dropped one has a ``problem``. ValueError: invalid."""
         row = parse_row(record, columns=self.columns)
         if row.text is None and row.token_ids is None:
             found = [self._conversation(row)]
@@ -191,8 +189,7 @@ class RowEncoder:
 
     @cached_property
     def _template(self) -> Fork:
-        """The template in one process with limits of time and memory: :meth:`_find_answers`, or the reason to drop the
-        row."""
+        """The template in a process with limits of time and memory: answers, or the reason to drop the row."""
         find_answers = replace(self)._find_answers  # of a copy, in no circle: the process ends with this encoder
 
         def find(conversation: Any) -> Any:
@@ -209,7 +206,8 @@ class RowEncoder:
         The prefix is the rendered conversation before the answer, with the opening of the assistant's turn; the whole
         text must begin with it, so that the answer stands where the target would write it. A second rendering, with a
         mark behind each answer, shows where the answers end; a third, up to the answer, what ends the assistant's turn.
-        ValueError where the text lacks a prefix or an answer."""
+        ValueError where the text lacks a prefix or an answer.
+        """
 
         def render(turns: Sequence[ChatMessage], *, has_opening: bool = False) -> str:
             return render_chat(self.tokenizer, turns, self.name, tools=tools, has_opening=has_opening)
@@ -248,7 +246,8 @@ class RowEncoder:
         The mask begins with the first token behind the prefix. Text of the template between prefix and answer is left
         out, but for spaces, which the target writes: they may share a token with the first word. The mask ends with the
         special token that ends the turn, or with the last token inside the answer where only text of the template
-        follows, or the answer ended at a length limit. A token of one byte covers the byte's whole character."""
+        follows, or the answer ended at a length limit. A token of one byte covers the byte's whole character.
+        """
         if len(text) > _MOST_CHARACTERS:
             return EncodedRow(problem=_TOO_MUCH)
 

@@ -29,7 +29,7 @@ from drafter.data.rows import ChatBatch, TokenRows, stack
 from drafter.targets.target import Target
 from drafter.utils.io import first_line, locked
 
-_STATES = "hidden_states"
+_STATES, _TOKENS = "hidden_states", "token_ids"
 _SPARE_BYTES = 4096  # of a file of the cache: its header, and the rest of its last block on the disk
 _MARGIN = 17  # positions before an answer that are kept at least: enough for a drafter that unrolls 16 tokens
 _VERSION = 5  # raise the number when the content of the cache's files changes
@@ -59,17 +59,22 @@ class RowsWithStates(TokenRows):
     def states(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Final states and context of a row's kept positions, in the target's dtype: [T, D], and [T, C] or None.
 
-        Positions after the last stored state are zero and train nothing. ValueError for a damaged file.
+        The last position may have no state: it is zero, and trains nothing. ValueError for a damaged file, of other
+        tokens, or with numbers that are not finite.
         """
-        path, length = self.files[index], int(self.length_X[index])
+        path, token_T = self.files[index], self.row(index)[0]
         assert self.start_X is not None
         start = int(self.start_X[index] - self.stored_X[index])
+        kept = slice(start, start + len(token_T))
         try:
             with safe_open(path, framework="pt") as file:
-                state_TAD = file.get_slice(_STATES)[start : start + length].to(self.dtype)
+                stored_T, state_TAD = (file.get_slice(name)[kept] for name in (_TOKENS, _STATES))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read ({first_line(error)}): delete it, and make it again") from error
-        padding = (0, 0, 0, length - len(state_TAD))
+        num = len(state_TAD)
+        if num < len(token_T) - 1 or not torch.equal(stored_T, token_T[:num]) or not state_TAD.isfinite().all():
+            raise ValueError(f"{path} holds other tokens, or numbers that are not finite: delete it, and make it again")
+        state_TAD, padding = state_TAD.to(self.dtype), (0, 0, 0, len(token_T) - num)
         context_TC = pad(state_TAD[:, :-1].flatten(1), padding) if self.has_context else None
         return pad(state_TAD[:, -1], padding), context_TC
 
@@ -149,8 +154,7 @@ class StatesOfAnswers:
 
 
 def _name(token_T: Tensor, start: int, target: Target, context_layers: Sequence[int]) -> str:
-    """The name of a file of states: a hash of the text, the first stored position, and all that the states depend
-    on."""
+    """A file's name: a hash of the text, the first stored position, and all that the states depend on."""
     parts = target.fingerprint, target.traits.number_format, target.hidden_size, tuple(context_layers), start, _VERSION
     data = repr(parts).encode() + token_T.to(torch.int64).contiguous().numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest() + ".safetensors"
@@ -158,7 +162,7 @@ def _name(token_T: Tensor, start: int, target: Target, context_layers: Sequence[
 
 def _write(path: Path, state_TAD: Tensor, token_T: Tensor) -> None:
     new = path.with_suffix(f".{os.getpid()}.tmp")  # whole, or not there
-    save_file({_STATES: state_TAD.contiguous(), "token_ids": token_T.contiguous()}, new)
+    save_file({_STATES: state_TAD.contiguous(), _TOKENS: token_T.contiguous()}, new)
     new.replace(path)
 
 

@@ -25,16 +25,14 @@ class Parts(NamedTuple):
 def read_parts(
     names: Sequence[str], target: Target, options: DataOptions, say: Callable[[str], object] = print
 ) -> Parts:
-    """The rows of files (.jsonl, .json, both also .gz; .parquet, .csv) or hub data sets, encoded with the target's
-    tokenizer.
+    """The rows of files or hub data sets, encoded with the target's tokenizer.
 
     `datasets` reads and tokenises a file once and keeps the token rows in its cache folder (HF_DATASETS_CACHE), in
     which other processes find them. ``say`` takes the lines of a report.
 
     Raises:
         ValueError: unreadable rows, one prompt alone, or another target's answers, by the settings file beside them;
-        names
-            file and flag.
+            the message names file and flag.
     """
     if target.tokenizer is None:
         raise ValueError(f"--target {target.name}: the folder holds no tokenizer, which the rows of a training need")
@@ -66,9 +64,10 @@ def read_parts(
 def with_states(
     parts: Parts, target: Target, options: DataOptions, draft_length: int, context_layers: Sequence[int] = ()
 ) -> Parts:
-    """The rows with the target's hidden states where ``options`` name a folder, which are computed first where they are
-    missing. Their batches begin ``draft_length + 1`` positions before the first token that is trained on. OSError: the
-    disk has no room for the states."""
+    """The rows with the target's hidden states where ``options`` name a folder; missing ones are computed first.
+
+    Batches begin ``draft_length + 1`` positions before the first trained token. OSError: the disk has no room.
+    """
     if options.cache_hidden_states is None:
         return parts
     folder, margin, size = options.cache_hidden_states, draft_length + 1, options.batch_tokens

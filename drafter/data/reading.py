@@ -47,10 +47,8 @@ def read_records(name: str | Path) -> Iterator[RawRow]:
     """
     name, record = str(name), None
     path = _file_of(name)
-    with contextlib.nullcontext() if path else reading(name, is_hub=True):
-        found = [(each, f"{name}, {each.rpartition('/')[2]}") for each in ([] if path else _hub_files(name))]
-        for record in itertools.chain.from_iterable(itertools.starmap(_file_rows, [(path, name)] if path else found)):
-            yield record
+    for record in _hub_rows(name) if path is None else _file_rows(path, name):
+        yield record
     if record is None:
         raise ValueError(f"{name} holds no rows")
 
@@ -162,6 +160,12 @@ def _parquet_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
 def _check_columns(number: int, name: str) -> None:
     if number > _MOST_COLUMNS:
         raise ValueError(f"{name}: {number:,} columns are more than {_MOST_COLUMNS:,}: name rows by line, as JSON")
+
+
+def _hub_rows(name: str) -> Iterator[RawRow]:
+    with reading(name, is_hub=True):
+        for address in _hub_files(name):
+            yield from _file_rows(address, f"{name}, {address.rpartition('/')[2]}")
 
 
 def _file_of(name: str) -> Path | None:

@@ -33,8 +33,10 @@ class Endpoint(Client):
             raise ValueError("--endpoint needs --model, the name that the server knows the target by")
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
-        """The row of each wanted answer in order of arrival; None where the server refused the prompt. OSError: the
-        server is unusable: address, model, key, unknown tokens, or no answer after all retries."""
+        """The row of each wanted answer in order of arrival; None where the server refused the prompt.
+
+        OSError: the server is unusable: address, model, key, unknown tokens, or no answer after all retries.
+        """
         stop, is_told = threading.Event(), False
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))

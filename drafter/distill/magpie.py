@@ -36,8 +36,7 @@ _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of 
 
 
 def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
-    """The template before the user's words, and the parameters that sample the words and end after them; ValueError
-    where the template does not open, show once and end a user message."""
+    """The template before the user's words, and parameters that sample the words; ValueError: an unfit template."""
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
     render = partial(render_chat, tokenizer, name=name, has_opening=False)
     with closing(Fork(render, what_runs(name))) as fork:

@@ -144,8 +144,7 @@ def derive_seed(*key: int | str) -> int:
 
 
 def row_of(wanted: WantedAnswer, answer: "Request | Reply", num_tokens: int = 0) -> dict[str, Any]:
-    """The row to write: the conversation, and the tokens of prompt and answer, which training uses as they are.
-    ``num_tokens``: the count of a server that gives no tokens."""
+    """The row to write, with the tokens of prompt and answer; ``num_tokens``: of a server that gives no tokens."""
     row = {
         "id": wanted.prompt.id,
         "answer": wanted.number,

@@ -31,8 +31,7 @@ NO_ANSWER = "prompts without an answer: refused by the server, or too long for t
 
 @dataclass
 class DistillReport:
-    """Counts of a run: of the prompts, of the answers that the whole file shall hold, that earlier runs and this run
-    made, of tokens and seconds of this run, and ``notes``, further counts by what was counted."""
+    """Counts of a run; ``num_answers`` is of the whole file, tokens and seconds of this run, ``notes`` are the rest."""
 
     num_prompts: int = 0
     num_answers: int = 0
@@ -64,8 +63,7 @@ class Answerer(Protocol):
 
 @dataclass
 class EngineAnswerer:
-    """Answers by an engine of this process; a drafter makes the same answers faster. ``states``: keeps the hidden
-    states of the answers, of an engine that keeps these layers."""
+    """Answers by an engine of this process; ``states`` keeps their hidden states, of an engine with these layers."""
 
     engine: Engine
     states: StatesOfAnswers | None = None

@@ -43,9 +43,9 @@ def compare_models(server: Endpoint, target: Target, prompts: Sequence[Sequence[
         reply = _ask(server, "completions", {**greedy, "prompt": mine, "logprobs": 1}, target.vocab_size)
         if not reply.token_ids:
             continue
-        token_1T, num_prompt = torch.tensor([mine + reply.token_ids], device=target.device), len(mine)
+        token_1T = torch.tensor([mine + reply.token_ids], device=target.device)
         with torch.no_grad():
-            hidden_TD = target.forward(token_1T).hidden_BTD[0, num_prompt - 1 : -1]
+            hidden_TD = target.forward(token_1T).hidden_BTD[0, len(mine) - 1 : -1]
             logprob_TV = target.logits(hidden_TD).float().log_softmax(dim=-1).cpu()
         mine_T = logprob_TV[torch.arange(len(reply.token_ids)), torch.tensor(reply.token_ids)]
         distances += (logprob_TV.max(dim=-1).values - mine_T).tolist()

@@ -107,10 +107,12 @@ def adapt(
 
 
 def split(rows: Sequence[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow]]:
-    """Rows to train on and held-out rows. The hash of a prompt decides, for all its answers and for ever, however much
-    traffic is recorded later."""
-    numbers = [int.from_bytes(prompt_digest(row.prompt_token_ids), "little") % _HELD_OUT_SHARE for row in rows]
-    kept, held_out = ([row for row, n in zip(rows, numbers, strict=True) if bool(n) == is_kept] for is_kept in (1, 0))
+    """Rows to train on and held-out rows. A prompt's hash decides for all its answers, whatever is recorded later."""
+    kept: list[TrafficRow] = []
+    held_out: list[TrafficRow] = []
+    for row in rows:
+        number = int.from_bytes(prompt_digest(row.prompt_token_ids), "little")
+        (kept if number % _HELD_OUT_SHARE else held_out).append(row)
     return kept, held_out
 
 

@@ -103,12 +103,11 @@ def choose_draft_vocabulary(count_V: Tensor, size: int, always: Iterable[int] = 
 
 @torch.no_grad()
 def measure_scales(target: Target, prompts: list[list[int]]) -> tuple[float, float]:
-    """1 / rms of the target's final hidden states and of its input embeddings over some token ids, to three digits: so
-    another machine's arithmetic finds the same constants."""
+    """1 / rms of the target's final hidden states and of its input embeddings over some token ids, to three digits."""
     squares: list[Tensor] = []
     for prompt in prompts:
         token_BT = torch.tensor([prompt[:256]], device=target.device)
         states = torch.cat([target.forward(token_BT).hidden_BTD, target.runtime.embed(token_BT)]).float()
         squares.append(states.square().mean(dim=-1))
     scales = torch.cat(squares, dim=1).mean(dim=1).clamp_min(1e-12).rsqrt().tolist()
-    return float(f"{scales[0]:.3g}"), float(f"{scales[1]:.3g}")
+    return float(f"{scales[0]:.3g}"), float(f"{scales[1]:.3g}")  # another machine's arithmetic finds the same

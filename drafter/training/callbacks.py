@@ -38,7 +38,7 @@ _MODES = {"drafter alone": False, "with copies": True}
 def count_steps(
     target: Target, drafter: RecurrentDrafter, prompts: Mapping[str, Sequence[Prompt]], num_tokens: int
 ) -> dict[str, list[tuple[int, int]]]:
-    """ "Set, mode" -> (tokens, steps) of each greedy answer of at most ``num_tokens``, with trees of 8 nodes."""
+    """(tokens, steps) of each greedy answer of at most ``num_tokens``, by "set, mode", with trees of 8 nodes."""
     tree = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=num_tokens)
     found: dict[str, list[tuple[int, int]]] = {}

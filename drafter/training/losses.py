@@ -44,8 +44,7 @@ _ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 class _MeanByChunks(torch.autograd.Function):
-    """The mean loss of all pairs; 0 without pairs. A chunk's gradient is computed with its loss, and its logits are
-    freed."""
+    """The mean loss of all pairs, 0 without pairs. A chunk's gradient is computed with its loss."""
 
     @staticmethod
     def forward(ctx: Any, feature_PF: Tensor, weight_RF: Tensor, chunk_loss: _ChunkLoss, size: int) -> Tensor:

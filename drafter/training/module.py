@@ -158,9 +158,10 @@ class DrafterModule(LightningModule):
             )
 
     def inputs(self, batch: ChatBatch, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Target forward and drafter, unrolled from every start to its own depth: features of each pair [P, F], which
-        the output rows turn into logits, and the target's final hidden states at the positions of its own predictions
-        [M, D]."""
+        """Features of each pair [P, F], and the target's final hidden states where it predicts [M, D].
+
+        The drafter is unrolled from every start to its own depth. The output rows turn features into logits.
+        """
         hidden_BTD, context_BTC = batch.hidden_BTD, batch.context_BTC
         if hidden_BTD is None:
             hidden_BTD, context_BTC = self.teacher.forward(batch.token_BT, tuple(self.drafter.config.context_layers))
@@ -177,8 +178,7 @@ class DrafterModule(LightningModule):
         return feature_PF, hidden_BTD.flatten(0, 1)[pairs.position_M]
 
     def loss(self, feature_PF: Tensor, hidden_MD: Tensor, pairs: Pairs, *, is_exact: bool) -> Tensor:
-        """The mean loss of the pairs over the draft vocabulary, of what :meth:`inputs` gives; unless ``is_exact``, with
-        ``shared_tokens``, estimated from these and each position's ``top_tokens``."""
+        """The mean loss of the pairs over the draft vocabulary; ``shared_tokens`` estimate it unless ``is_exact``."""
         objective, label_P, teacher_P = self.objective, pairs.label_P, pairs.teacher_P
         if is_exact or not objective.shared_tokens:
 
@@ -198,8 +198,7 @@ class DrafterModule(LightningModule):
         return torch.Generator().manual_seed(seed % 2**63)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[ChatBatch, Pairs]:
-        """The batch and its pairs, chosen on the CPU, so that no step waits for their number. Validation trains nothing
-        and looks at every pair."""
+        """The batch and its pairs, chosen on the CPU, so that no step waits for their number; in validation all."""
         rates = self._rates if self.trainer.training else (1.0,) * len(self._rates)
         pairs = select_pairs(batch.token_BT, batch.loss_mask_BT, self._draft_index_V, rates, self._generator())
         if self.teacher.target.device.type != "cuda":
@@ -226,8 +225,10 @@ class DrafterModule(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop before a gradient that is not finite changes the weights; on CUDA one step later, so that no step waits
-        for the device, but before the changed weights are saved."""
+        """Stop before a gradient that is not finite changes the weights.
+
+        On CUDA the stop comes one step later, so that no step waits for the device, but before a checkpoint is written.
+        """
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
         self._expect_finite()
         host_norm = norm.to("cpu", non_blocking=True)
@@ -253,8 +254,7 @@ class DrafterModule(LightningModule):
             )
 
     def validation_step(self, paired: tuple[ChatBatch, Pairs], batch_idx: int) -> None:
-        """Log the loss, and ``top8_d2`` and the like: the share of pairs at depth 2 whose token is among the drafter's
-        first 8."""
+        """Log the loss, and ``top8_d2``: the share of pairs at depth 2 whose token is among the drafter's first 8."""
         batch, pairs = paired
         feature_PF, hidden_MD = self.inputs(batch, pairs)
         loss = self.loss(feature_PF, hidden_MD, pairs, is_exact=True)

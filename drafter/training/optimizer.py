@@ -17,10 +17,10 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # of a singular value s: a s + b s^3 + c s
 class MuonAdam(torch.optim.Adam):
     """Adam for vectors; the step of a matrix is the running mean of its gradients with singular values near 1.
 
-    That step is scaled to the usual size of Adam's, so the learning rates of Adam serve; ``dtype``: in which the
-    singular values are made equal. Sources: Muon (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
-    ``torch.optim.Muon`` computes in bfloat16 alone, which takes a processor without instructions for it half a minute a
-    step."""
+    The step is scaled to the usual size of Adam's, so the learning rates of Adam serve. The singular values are made
+    equal in ``dtype``: ``torch.optim.Muon`` knows bfloat16 alone, and some processors then need half a minute a step.
+    Sources: Muon (kellerjordan.github.io/posts/muon), arXiv 2502.16982.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, dtype: torch.dtype) -> None:
         super().__init__(parameters, lr=lr, betas=(0.9, 0.99))

@@ -90,7 +90,7 @@ def train(options: TrainOptions, target: Target | None = None) -> None:
         trainer.callbacks += [Forecast(parts.train.num_trained_tokens, is_new=model.init_from is None), saver]
         if trainer.is_global_zero:
             write_atomic(options.out / "config.yaml", yaml.safe_dump(_plain(asdict(options)), sort_keys=False))
-        _fit(trainer, saver, module, loader, ValLoader(parts.val, **size), ckpt_path=ckpt_path)
+        _fit(trainer, saver, module, (loader, ValLoader(parts.val, **size)), ckpt_path)
 
 
 def make_trainer(options: TrainOptions) -> Trainer:
@@ -133,8 +133,10 @@ def make_trainer(options: TrainOptions) -> Trainer:
 
 
 def _wandb_logger(options: TrainOptions) -> WandbLogger:
-    """Logs offline where no key is configured and WANDB_MODE says nothing else. A resumed training goes on in the last
-    run of its folder; `wandb sync` joins the parts of one run."""
+    """A logger that writes offline where no key is configured and WANDB_MODE says nothing else.
+
+    A resumed training goes on in the last run of its folder; `wandb sync` joins the parts of one run.
+    """
     import wandb
 
     project, folder = options.wandb, options.out
@@ -167,8 +169,10 @@ def _plain(settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _alone_in_its_folder(trainer: Any, options: TrainOptions) -> Iterator[str | None]:
-    """The checkpoint to go on from, if any; ValueError where another training runs in the folder, or one left its
-    checkpoints and is not to be resumed."""
+    """The checkpoint to go on from, if any.
+
+    ValueError where another training runs in the folder, or left its checkpoints there and is not to be resumed.
+    """
     folder, last, named = options.out, last_checkpoint(trainer), options.ckpt_path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lock").touch()
@@ -190,12 +194,14 @@ def _alone_in_its_folder(trainer: Any, options: TrainOptions) -> Iterator[str | 
         yield named
 
 
-def _fit(trainer: Any, saver: SaveWhenStopped, *given: Any, ckpt_path: str | None) -> None:
-    """Train with the module and loaders that are ``given``, and say where the checkpoints are; errors as
-    :func:`train`."""
+def _fit(
+    trainer: Any, saver: SaveWhenStopped, module: DrafterModule, loaders: tuple[TrainLoader, ValLoader],
+    ckpt_path: str | None,
+) -> None:  # fmt: skip
+    """Train, from a checkpoint if one is named, and say where the checkpoints are; errors as :func:`train`."""
     exit_code = 1
     try:
-        trainer.fit(*given, ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=True)
         exit_code = 0
     except SIGTERMException as error:
         raise SystemExit(143) from error

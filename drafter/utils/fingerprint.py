@@ -15,7 +15,8 @@ def same_fingerprint(first: str, second: str) -> bool:
     (True, False)
 
     Where one sample is of the output matrix alone, or layers were counted otherwise (fused matrices), the output matrix
-    is compared. The part after a hyphen, the scheme that rounded the weights, is ignored."""
+    is compared. The part after a hyphen, the scheme that rounded the weights, is ignored.
+    """
     one, other = (sample.partition("-")[0] for sample in (first, second))
     if not (_HEX.fullmatch(one) and _HEX.fullmatch(other)):
         return False

@@ -47,8 +47,7 @@ def is_stream(path: Path) -> bool:
 
 
 def write_atomic(path: Path, text: str, *, follows_links: bool = True) -> None:
-    """Write `text` (UTF-8); `path` holds the whole text, or its earlier content after an error (OSError).
-    `follows_links`, as of :func:`replacing`: not for a file that the user has not named."""
+    """Write `text` (UTF-8), or leave what stands at `path` (OSError); `follows_links` is that of :func:`replacing`."""
     if is_stream(path):
         append(path, text)
         return
@@ -74,7 +73,8 @@ def replacing(path: Path, *, follows_links: bool = True) -> Iterator[Path]:
     """A path at which the block writes a file or folder, which then takes the place of `path`.
 
     An error in the block leaves what stood at `path`. The end of a symbolic link is replaced; without `follows_links`
-    the link itself, as in a cache, where only a stranger makes a link."""
+    the link itself, as of a file that the user has not named, where only a stranger makes a link.
+    """
     place = path.resolve() if follows_links else path.parent.resolve() / path.name
     place.parent.mkdir(parents=True, exist_ok=True)
     recover(place, follows_links=False)
@@ -148,28 +148,28 @@ def hidden_folder(place: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, seconds: float = 0, is_shared: bool = False) -> Iterator[bool | None]:
+def locked(path: Path, *, seconds: float = 0) -> Iterator[bool | None]:
     """Whether this process holds the lock of the folder or file in the block; None on a file system without locks.
 
     A link is not followed, and a pipe is not waited for: False. ``seconds``: how long to wait, and say so, while
-    another process holds the lock, before TimeoutError; without them the block runs with False. ``is_shared``: with
-    other readers."""
+    another process holds the lock, before TimeoutError; without them the block runs with False.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         yield False  # gone, a link, or another user's
         return
     try:
-        yield _lock(descriptor, path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX, seconds)
+        yield _lock(descriptor, path, seconds)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, kind: int, seconds: float) -> bool | None:
+def _lock(descriptor: int, path: Path, seconds: float) -> bool | None:
     started, is_told = time.monotonic(), False
     while True:
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Not of a folder that went, or was put in its place, before the lock.
             return path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat())
         except BlockingIOError:

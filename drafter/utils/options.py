@@ -56,8 +56,10 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 
 def read_options(kind: type[AnyOptions], words: Sequence[str], command: str = "drafter") -> AnyOptions | None:
-    """The options of a command line; None when ``--help`` or ``--print-config`` was asked for and printed. ValueError:
-    an unknown flag or key, a value of the wrong type or out of range, or a missing one."""
+    """The options of a command line; None when ``--help`` or ``--print-config`` was asked for and printed.
+
+    ValueError: an unknown flag or key, a value of the wrong type or out of range, or a missing one.
+    """
     parser = _parser(kind, command, is_whole="--help-all" in words)
     words = ["--help" if word == "--help-all" else word for word in words]
     try:

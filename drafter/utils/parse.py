@@ -25,8 +25,7 @@ Kind = TypeVar("Kind")
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. ValueError: the file is too large, not UTF-8 or not JSON, or nested deeper than 200
-    levels. OSError: the file cannot be read."""
+    """The value of a JSON file; OSError, or ValueError: too large, not UTF-8, not JSON, or deeper than 200 levels."""
     return parse_json(_read_bytes(path, MAX_CONFIG_BYTES), str(path))
 
 
@@ -39,8 +38,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of JSON text in UTF-8, perhaps with a byte order mark; ``where``: file, or file and line, for
-    messages."""
+    """The value of JSON text in UTF-8, perhaps with a byte order mark; ``where``: file and line, for messages."""
     from pydantic_core import from_json  # limits the depth and the digits of a number; json does not
 
     try:
@@ -86,8 +84,7 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
 
 
 def read_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
-    """The lines of a binary stream with their numbers from 1 on, one at a time; ValueError where a line, or blank lines
-    one after the other, are longer than ``MAX_LINE_MIB``."""
+    """The lines of a binary stream with their numbers from 1 on; ValueError for one longer than ``MAX_LINE_MIB``."""
     number, num_blank, max_bytes = 1, 0, MAX_LINE_MIB << 20
     while line := stream.readline(max_bytes + 1):
         num_blank = num_blank + len(line) if line.isspace() else 0
@@ -150,7 +147,8 @@ def validated(kind: type[Kind], value: Any, where: str, *, strict: bool = False)
 
     Keys that a TypedDict does not name are free, and absent from the result. Lists should stop at the first fault
     (``fail_fast``): a million faults take a gigabyte. ``strict``: a text stands for no number. ValueError: the first
-    fault in one line, which begins with ``where`` and the place in the value."""
+    fault in one line, which begins with ``where`` and the place in the value.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(kind)

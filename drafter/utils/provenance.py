@@ -61,8 +61,7 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
 
 
 def write_run_record(output: Path, *, seed: int | None = None, settings: Mapping[str, Any] | None = None) -> None:
-    """Write the record of an output: `DIR/run.json`, or `NAME.run.json` beside a file `NAME.jsonl`, before the file, so
-    that a later run knows the file as its own. A pipe has no record."""
+    """Write `DIR/run.json`, or `NAME.run.json` before and beside a file `NAME.jsonl`; a pipe has no record."""
     if not is_stream(output):
         record = {"output": output.name, **run_record(seed=seed, settings=settings)}
         text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -88,7 +87,7 @@ def check_output(out: Path, *, overwrite: bool = False) -> None:
         with contextlib.suppress(OSError, ValueError):
             record = read_json(_run_file(out))
         if not isinstance(record, dict) or record.get("output") != out.name:
-            raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or --overwrite")
+            raise ValueError(f"--out {out} exists and no earlier run wrote it: give another file, or move this one")
     place = out.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     with hidden_folder(place):

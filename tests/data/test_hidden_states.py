@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafter.data.hidden_states import RowsWithStates, cache_states, first_kept
 from drafter.data.rows import TokenRows
@@ -57,9 +58,14 @@ def test_only_missing_states_are_computed(target: Target, tmp_path: Path, monkey
     cached(folder, rows_of(5), target)
     first = cached(folder, rows, target)
     assert sum(calls) == 7
+    tokens, states = (load_file(first.files[4])[name] for name in ("token_ids", "hidden_states"))
     first.files[4].write_bytes(first.files[4].read_bytes()[:20])
     with pytest.raises(ValueError, match=r"\.safetensors cannot be read .*: delete it, and make it again"):
         first.states(4)
+    for state_TAD, token_T in ((states, tokens + 1), (states / 0, tokens), (states[:-2], tokens[:-2])):
+        save_file({"hidden_states": state_TAD, "token_ids": token_T}, first.files[4])
+        with pytest.raises(ValueError, match="holds other tokens, or numbers that are not finite"):
+            first.states(4)
     first.files[4].unlink()
     again = cached(folder, rows, target)
     assert sum(calls) == 8
