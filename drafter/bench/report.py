@@ -117,7 +117,8 @@ def _rate(record: BenchRecord, category: str | None = None) -> float:
 
 def report(records: Sequence[BenchRecord]) -> str:
     """All records as Markdown: where and when, and a section for each prompt set and sampling."""
-    dates, machines = sorted({record["date"][:10] for record in records}), dict[str, None]()
+    dates = sorted({record["date"][:10] for record in records})
+    machines: dict[str, None] = {}
     for machine in (record["machine"] for record in records):
         name = machine.get("device") or machine.get("cpu") or machine["system"]
         memory = f", {machine['memory_gib']:g} GiB of memory" if machine.get("memory_gib") else ""
@@ -138,7 +139,8 @@ def report(records: Sequence[BenchRecord]) -> str:
         built = {each.label: each.rounds[0].get("build") for each in methods}
         sections += [f"{label} was built for {build}.\n" for label, build in built.items() if build]
         # Speedup by category, for prompt sets that have categories. Rows of a batch have no times of their own.
-        categories, lines = dict.fromkeys(name for each in methods for name in each.rounds[0]["by_category"]), []
+        categories = dict.fromkeys(name for each in methods for name in each.rounds[0]["by_category"])
+        lines = []
         for each in methods:
             spans = [each.over(BASELINE, category=name) for name in categories]
             if any(spans) and each.label != BASELINE:

@@ -75,7 +75,8 @@ def encode_files(names: Sequence[str], encoder: "RowEncoder") -> tuple[TokenRows
     def rows(name: str) -> Iterator[dict[str, Any]]:
         return (row.columns() for record in read_records(name) for row in encoder.encode(record))
 
-    tokenizer, parts = encoder.tokenizer, []
+    parts = []
+    tokenizer = encoder.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(

@@ -74,7 +74,8 @@ class RowsWithStates(TokenRows):
         num = len(state_TAD)
         if num < len(token_T) - 1 or not torch.equal(stored_T, token_T[:num]) or not state_TAD.isfinite().all():
             raise ValueError(f"{path} holds other tokens, or numbers that are not finite: delete it, and make it again")
-        state_TAD, padding = state_TAD.to(self.dtype), (0, 0, 0, len(token_T) - num)
+        state_TAD = state_TAD.to(self.dtype)
+        padding = (0, 0, 0, len(token_T) - num)
         context_TC = pad(state_TAD[:, :-1].flatten(1), padding) if self.has_context else None
         return pad(state_TAD[:, -1], padding), context_TC
 

@@ -52,7 +52,8 @@ class Endpoint(Client):
 
     def _ask(self, item: WantedAnswer, stop: threading.Event) -> dict[str, Any] | ServerError:
         """The row of the answer, or the refusal of the prompt; OSError if the server is unusable."""
-        params, problem = item.params, ""
+        problem = ""
+        params = item.params
         # What the user asks for: OpenAI has no top_k and min_p, but vLLM and SGLang do.
         named = {each.name: getattr(params, each.name) for each in fields(SamplingSettings)}
         asked = {each.name: named[each.name] for each in fields(SamplingSettings) if named[each.name] != each.default}

@@ -50,7 +50,8 @@ def open_journal(path: str | Path, settings: Mapping[str, Any], keys: Mapping[st
         if is_locked is False:
             raise ValueError(f"--out {path}: another run is writing this file; give each run its own")
         size = file.seek(0, os.SEEK_END)
-        place, plain = path.with_name(path.name + ".settings.json"), json.loads(json.dumps(settings))
+        place = path.with_name(path.name + ".settings.json")
+        plain = json.loads(json.dumps(settings))
         if not size:
             write_atomic(place, json.dumps(settings, indent=2, ensure_ascii=False) + "\n", follows_links=False)
         elif not place.is_file():

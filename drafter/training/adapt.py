@@ -160,10 +160,7 @@ def affordable(
 
 
 def _recipe(options: AdaptOptions, target: Target, work: Path, longest: int) -> TrainOptions:
-    """The settings of a training: the drafter's own shape, a low learning rate that falls with the time.
-
-    ``longest``: tokens of the longest row, which is cut beyond ``_MAX_LENGTH``.
-    """
+    """The settings of a training: the drafter's own shape, a low learning rate; rows are cut at ``_MAX_LENGTH``."""
     length = min(max(longest, _BATCH_TOKENS), _MAX_LENGTH)
     config = RecurrentDrafter.from_pretrained(options.drafter).config
     rates = (1.0, 0.7, 0.5, 0.4, *[0.3] * config.draft_length)[: config.draft_length]

@@ -106,7 +106,8 @@ def exact_loss(
 @torch.no_grad()
 def count_better(feature_PF: Tensor, weight_RF: Tensor, token_P: Tensor, mix: Objective) -> Tensor:
     """How many draft tokens have a higher logit than a pair's token, int64 [P]."""
-    counts, size = [], _chunk_size(mix, 2 * len(weight_RF) * 4)
+    counts = []
+    size = _chunk_size(mix, 2 * len(weight_RF) * 4)
     for feature_CF, token_C in zip(feature_PF.split(size), token_P.split(size), strict=True):
         z_CR = feature_CF @ weight_RF.to(feature_CF.dtype).T
         counts.append((z_CR > z_CR.gather(1, token_C[:, None])).sum(dim=-1))

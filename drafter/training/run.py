@@ -94,10 +94,7 @@ def train(options: TrainOptions, target: Target | None = None) -> None:
 
 
 def make_trainer(options: TrainOptions) -> Trainer:
-    """Lightning's trainer: the settings of ``--trainer``, the fastest precision, CSV files, all in one folder.
-
-    An unknown setting, or a value that Lightning refuses, is a ValueError.
-    """
+    """Lightning's trainer: the settings of ``--trainer`` (ValueError: unknown, or refused), the fastest precision."""
     given, known = options.trainer, inspect.signature(Trainer).parameters.keys() - _OWN
     for name in given.keys() - known:
         mend = ": give --out" if name == "default_root_dir" else suggestion(name, known)

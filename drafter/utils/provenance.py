@@ -44,7 +44,8 @@ def run_record(*, seed: int | None = None, settings: Mapping[str, Any] | None = 
     if torch is not None and torch.accelerator.is_available():
         name_of = getattr(torch.get_device_module(), "get_device_name", str)
         machine["gpus"] = [name_of(index) for index in range(torch.accelerator.device_count())]
-    folder, revision = Path(__file__).resolve().parents[2], None
+    revision = None
+    folder = Path(__file__).resolve().parents[2]
     words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         if (folder / ".git").exists():  # else the package is installed
