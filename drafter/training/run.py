@@ -130,10 +130,7 @@ def make_trainer(options: TrainOptions) -> Trainer:
 
 
 def _wandb_logger(options: TrainOptions) -> WandbLogger:
-    """A logger that writes offline where no key is configured and WANDB_MODE says nothing else.
-
-    A resumed training goes on in the last run of its folder; `wandb sync` joins the parts of one run.
-    """
+    """A logger, offline without a key; a resumed training goes on in the last run of its folder (`wandb sync` joins)."""
     import wandb
 
     project, folder = options.wandb, options.out
