@@ -130,7 +130,7 @@ def make_trainer(options: TrainOptions) -> Trainer:
 
 
 def _wandb_logger(options: TrainOptions) -> WandbLogger:
-    """A logger, offline without a key; a resumed training goes on in the last run of its folder (`wandb sync` joins)."""
+    """A logger, offline without a key; a resumed training goes on in the last run of its folder (`wandb sync`)."""
     import wandb
 
     project, folder = options.wandb, options.out
