@@ -59,6 +59,23 @@ def test_picks_and_filters_equal_their_definition(
     assert warp_logits(logits_BNV[:, :1], in_kernel)[:, :, 1].isnan().all()
 
 
+def test_a_filter_that_no_kernel_knows_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BNV = tied_logits((13, 2, 300), torch.float32, 1)
+    warp = make_warp(PARAMS)
+    seed_B, depth_BN = torch.arange(13), torch.zeros(13, 2, dtype=torch.int64)
+    noise_BNV = gumbel_noise(seed_B, depth_BN + 1, torch.arange(300))
+    expected = pick(logits_BNV, noise_BNV, warp), warp_logits(logits_BNV, warp)
+    monkeypatch.setattr(sampling, "_KERNEL_FILTERS", ("top_k", "top_p"))
+    in_kernel = make_warp(PARAMS, DEVICE, with_kernels=True)
+    assert in_kernel.filters == ("min_p",)
+    zero = in_kernel.min_p_B.new_zeros(13)
+    partly = picking.warp_logits
+    monkeypatch.setattr(picking, "warp_logits", lambda logits_BNV, **by_row: partly(logits_BNV, **by_row, min_p=zero))
+    noise = Noise(seed_B.to(DEVICE), seed_B.to(DEVICE) * 0)
+    assert torch.equal(warp_logits(logits_BNV.to(DEVICE), in_kernel).cpu(), expected[1])
+    assert torch.equal(pick_nodes(logits_BNV.to(DEVICE), depth_BN.to(DEVICE), noise, in_kernel).cpu(), expected[0])
+
+
 def test_noise_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_B, position_BT = torch.tensor([-5, 2**62]), torch.tensor([[0, 7, 2**31], [1, 2, 3]])
     for ids in (torch.arange(1500), torch.tensor([[[3, 40000]], [[1, 0]]])):

@@ -54,6 +54,24 @@ def test_logits_by_formula(shape: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_forward_is_repeated_step_in_any_leading_dimensions(shape: dict[str, object]) -> None:
+    drafter = make_drafter(**shape)
+    context, embedding = inputs(drafter, 2, 3)
+    wanted = drafter(context, embedding)
+    assert wanted.shape == (2, 3, 4, drafter.config.num_outputs)
+    state = drafter.init_state(context)
+    assert not state.any()
+    for k in range(4):
+        state = drafter.step(state, embedding[:, :, k])
+        flat = drafter.logits(context.flatten(0, 1), state.flatten(0, 1))
+        torch.testing.assert_close(drafter.logits(context, state), wanted[:, :, k])
+        torch.testing.assert_close(flat, wanted[:, :, k].flatten(0, 1))
+    # One context for several beams.
+    shared = drafter.logits(context[:, :1], state)
+    torch.testing.assert_close(shared[:, 0], wanted[:, 0, 3])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_saved_and_read_back(shape: dict[str, object], tmp_path) -> None:
     drafter = make_drafter(**shape)
     drafter.save_pretrained(tmp_path)

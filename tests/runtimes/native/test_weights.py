@@ -178,8 +178,10 @@ def of_list(kind: int, number: int, values: bytes = b"") -> bytes:
 FAULTY_GGUF = {
     "no magic": (b"GGML" + gguf_bytes()[4:], "version 3"),
     "version": (gguf_bytes(version=1), "version 1"),
+    "big endian": (gguf_bytes(version=3 << 24), "version"),
     "short": (b"GGUF", "buffer"),
     "counts": (gguf_bytes(tensors=1 << 60), "tensors"),
+    "one tensor too many": (gguf_bytes(tensors=3), ""),
     "long text": (gguf_bytes(keys=[struct.pack("<Q", 1 << 62)]), "a text of"),
     "kind of value": (gguf_bytes(keys=[key("k", 99, b"")]), "99"),
     "long list": (gguf_bytes(keys=[key("k", 9, of_list(4, 1 << 61))]), "a list of"),
@@ -189,12 +191,14 @@ FAULTY_GGUF = {
     "key twice": (gguf_bytes(keys=[key("k", 0, b"1")] * 2), "'k' twice"),
     "alignment": (gguf_bytes(keys=[key("general.alignment", 4, bytes(4))]), "an alignment of 0"),
     "name twice": (gguf_bytes([TWO[0]] * 2), "'a' twice"),
+    "no sizes": (gguf_bytes([("a", [], 0, 0), TWO[1]]), "'a' has 0 dimensions"),
     "many sizes": (gguf_bytes([("a", [1] * 5, 0, 0), TWO[1]]), "'a' has 5 dimensions"),
     "empty": (gguf_bytes([("a", [32, 0], 0, 0), TWO[1]]), "'a', "),
     "huge": (gguf_bytes([("a", [1 << 63, 1 << 63], 0, 0), TWO[1]]), "'a', "),
     "half a block": (gguf_bytes([("b", [33, 2], 8, 0), TWO[0]]), "'b', Q8_0 .2, 33., does not fit"),
     "crooked": (gguf_bytes([TWO[0], ("b", [32, 1], 8, 260)]), "'b', "),
     "behind the file": (gguf_bytes([TWO[0], ("b", [32, 2], 8, 288)]), "'b', "),
+    "far behind the file": (gguf_bytes([TWO[0], ("b", [32, 2], 8, (1 << 64) - 32)]), "'b', "),
     "overlap": (gguf_bytes([TWO[0], ("b", [32, 2], 8, 224)]), "'b' overlaps another tensor"),
     "text is none": (gguf_bytes(keys=[struct.pack("<Q", 1) + b"\xff"]), "codec"),
 }  # fmt: skip
@@ -213,18 +217,22 @@ def safetensors_bytes(header: Any) -> bytes:
 FAULTY_SAFETENSORS = {
     "short": (b"1234567", "header of"),
     "longer than the file": (struct.pack("<Q", 1 << 63) + b"{}", "header of"),
+    "no header": (bytes(8), "header of 0"),
     "no json": (safetensors_bytes(b"{"), "Expecting"),
     "no text": (safetensors_bytes(b'{"\xff": 1}'), "codec"),
     "deep": (safetensors_bytes(b"[" * 200000), "recursion"),
     "a list": (safetensors_bytes([]), "items"),
+    "a number": (safetensors_bytes({"a": 1}), "subscriptable"),
     "a digit": (safetensors_bytes(b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}"), "digit"),
     "no offsets": (safetensors_bytes({"a": {"dtype": "F32", "shape": [2]}}), "data_offsets"),
     "type": (safetensors_bytes({"a": A | {"dtype": ["F32"]}}), "a type or a shape is none"),
     "negative": (safetensors_bytes({"a": A | {"shape": [-2, -3]}}), "a size is no number"),
+    "fraction": (safetensors_bytes({"a": A | {"shape": [2.0, 3]}}), "a size is no number"),
     "no sizes": (safetensors_bytes({"a": A | {"shape": [1] * 10**6}}), "a type or a shape is none"),
     "other size": (safetensors_bytes({"a": A | {"shape": [2, 4]}}), "24 bytes for the shape .2, 4. of F32"),
     "empty": (safetensors_bytes({"a": A | {"shape": [0], "data_offsets": [0, 0]}}), "0 bytes"),
     "behind the file": (safetensors_bytes({"a": A | {"data_offsets": [16, 40]}}), "ends behind the file"),
+    "backwards": (safetensors_bytes({"a": {"dtype": "I8", "shape": [], "data_offsets": [9, 8]}}), "ends behind"),
     "overlap": (safetensors_bytes({"a": A, "b": B | {"data_offsets": [20, 28]}}), "'b' overlaps another"),
     "name twice": (safetensors_bytes(b'{"a": 1, "a": 2}'), "a name stands twice"),
 }
@@ -274,7 +282,35 @@ def read_all(file: Path) -> None:
                 assert any(word in str(error) for word in ("scale", "vector", "not finite"))
 
 
+VALID_GGUF = gguf_bytes(
+    [("blk.0.attn_q.weight", [32, 2], 0, 0), ("output.weight", [32, 2], 8, 256)],
+    [
+        key("general.architecture", 8, text("llama")),
+        key("general.alignment", 4, struct.pack("<I", 32)),
+        key("list", 9, of_list(8, 2, text("a") + text("bc"))),
+        key("floats", 9, of_list(6, 2, bytes(8))),
+        key("flag", 7, b"\x01"),
+    ],
+)
+VALID = {"a.gguf": VALID_GGUF, "a.safetensors": safetensors_bytes({"a": A, "b": B, "__metadata__": {"format": "pt"}})}
 EDGES = st.sampled_from([0, 1, 2, 31, 33, 255, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+CHANGE = st.tuples(
+    st.integers(0, max(map(len, VALID.values()))),
+    st.binary(min_size=1, max_size=9) | EDGES.map(lambda number: struct.pack("<Q", number)),
+)
+
+
+@pytest.mark.parametrize("name", VALID)
+@MANY
+@given(changes=st.lists(CHANGE, max_size=4), length=st.none() | st.integers(0, 900))
+def test_no_damage_of_a_file_raises_anything_else(
+    name: str, changes: list[tuple[int, bytes]], length: int | None, tmp_path: Path
+) -> None:
+    content = bytearray(VALID[name])
+    for place, new in changes:
+        content[place : place + len(new)] = new
+    (tmp_path / name).write_bytes(content[:length])
+    read_all(tmp_path / name)
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | EDGES
