@@ -14,9 +14,11 @@ from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{"])')
-_TAIL = re.compile(r"\s*\}?\s*(?:</tool_call>)?")
-_BETWEEN = re.compile(r"[\s,;\[\]]*")  # around objects without marks
-_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)  # of JSON: a text, an open text's beginning, a bracket
+_BRACE, _TAIL = re.compile(r"\s*\}?"), re.compile(r"\s*\}?\s*(?:</tool_call>)?")
+_BETWEEN = string.whitespace + ",;[]"  # around objects without marks
+_BEGIN = re.compile(r"\s*(\{|\Z)")  # of an object, or of nothing yet
+# Of JSON: a text, the beginning of an open text, a bracket. Nothing is given back, so an open text is read once.
+_PIECE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 _LONGEST = 1 << 16  # characters of an object that may become a call
 
@@ -42,114 +44,124 @@ def structure_of_call(tools: Sequence[Mapping[str, Any]], template: str, vocabul
 
 
 class ToolParser:
-    """Finds calls of the named functions in a growing text, which is read again with each piece: what was told stays.
+    """Finds calls of the named functions in a growing text. What was told stays, and is not read again.
 
-    ``marks``: whether calls stand between ``<tool_call>`` and ``</tool_call>``.
+    ``marks``: whether calls stand between ``<tool_call>`` and ``</tool_call>``. ``num_calls``: calls that were found.
     """
 
     def __init__(self, names: Collection[str], *, marks: bool) -> None:
         self._names, self._marks, self._text = names, marks, ""
-        self._num_told, self._told = 0, list[int]()  # characters of the content, and of the arguments of each call
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that were found."""
-        return len(self._told)
+        self.num_calls = 0
+        self._place = 0  # the text before was told
+        self._is_text = False  # no call follows
+        self._num_told: int | None = None  # characters of the arguments of a call that has not ended
+        self._scanned = 0, 0, 0  # where a value begins, a place in the value, and the open brackets before the place
 
     def push(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         """The new part of a message, as in a stream: ``content``, and ``tool_calls`` with their ``index``."""
         self._text += text
-        content, calls = self._read(is_last=is_last)
-        delta: dict[str, Any] = {"content": content[self._num_told :]} if len(content) > self._num_told else {}
-        self._num_told, parts = len(content), []
-        for index, (name, arguments) in enumerate(calls):
-            part: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
-            if index == len(self._told):
-                # Nine letters and digits: Mistral's template takes no other id.
-                own = {"id": "".join(secrets.choice(_LETTERS) for _ in range(9)), "type": "function"}
-                parts.append(part | own | {"function": {"name": name, "arguments": arguments}})
-                self._told.append(len(arguments))
-            elif len(arguments) > self._told[index]:
-                part["function"]["arguments"] = arguments[self._told[index] :]
-                parts.append(part)
-                self._told[index] = len(arguments)
-        return delta | ({"tool_calls": parts} if parts else {})
-
-    def _read(self, *, is_last: bool) -> tuple[str, list[tuple[str, str]]]:
-        """Content, and name and arguments of the calls, as far as later text cannot change them."""
-        text, content, calls, place = self._text, "", list[tuple[str, str]](), 0
+        content, parts = "", list[dict[str, Any]]()
         while True:
-            start = text.find(OPEN, place) if self._marks else place
+            start = self._text.find(OPEN, self._place) if self._marks else self._place
+            start = -1 if self._is_text else start
+            content += self._content(start, is_last=is_last)
             if start < 0:
-                rest = text[place:]
-                if not is_last:  # a mark may begin; white space before a mark is no content
-                    begun = max((size for size in range(1, len(OPEN)) if rest.endswith(OPEN[:size])), default=0)
-                    rest = rest[: len(rest) - begun].rstrip()
-                return content + (rest if rest.strip() or not calls else ""), calls
-            body = start + len(OPEN) if self._marks else _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
-            found = self._call_at(body, is_last=is_last)
-            if found is not None:
-                content += text[place:start].rstrip()
-                *call, place = found
-                calls.append((call[0], call[1]))
+                break
+            body = start + len(OPEN) if self._marks else len(self._text) - len(self._text[start:].lstrip(_BETWEEN))
+            call = self._call_at(body)
+            if call is not None:
+                name, arguments, value_end = call
+                parts += self._told(name, arguments)
+                end = None if value_end is None else self._end_of_call(value_end, is_last=is_last)
+                if end is None:
+                    break
+                self._place, self._num_told = end, None
             elif not is_last and self._may_begin(body):
-                return content + text[place:start].rstrip(), calls
+                break
             elif self._marks:  # the mark is text
-                content, place = content + text[place:body], body
+                content += self._text[self._place : body]
+                self._place = body
+            elif body == len(self._text) and self.num_calls:
+                break
             else:
-                return content + (text[place:] if body < len(text) or not calls else ""), calls
-            if place == len(text):
-                return content, calls
+                self._is_text = True
+        return ({"content": content} if content else {}) | ({"tool_calls": parts} if parts else {})
+
+    def _content(self, start: int, *, is_last: bool) -> str:
+        """What is certainly content up to a mark, or of all text (-1): no white space before marks or behind calls."""
+        content = self._text[self._place : start if start >= 0 else None]
+        if start < 0 and self._marks and not is_last:  # a mark may begin
+            begun = max((size for size in range(1, len(OPEN)) if content.endswith(OPEN[:size])), default=0)
+            content = content[: len(content) - begun]
+        if start >= 0 or not is_last or self.num_calls:
+            content = content.rstrip()
+        self._place += len(content)
+        return content
+
+    def _told(self, name: str, arguments: str) -> list[dict[str, Any]]:
+        """The part of a call that nobody was told of, if there is any."""
+        part: dict[str, Any] = {"index": self.num_calls, "function": {"name": name, "arguments": arguments}}
+        if self._num_told is None:
+            self.num_calls += 1
+            # Nine letters and digits: Mistral's template takes no other id.
+            part |= {"id": "".join(secrets.choice(_LETTERS) for _ in range(9)), "type": "function"}
+        elif len(arguments) > self._num_told:
+            part = {"index": self.num_calls - 1, "function": {"arguments": arguments[self._num_told :]}}
+        else:
+            return []
+        self._num_told = len(arguments)
+        return [part]
 
     def _may_begin(self, body: int) -> bool:
         """Whether more text may make a call of what stands here."""
-        text = self._text
-        is_open = text[body:].lstrip()[:1] in ("", "{") and len(text) - body <= _LONGEST
-        return is_open and not _HEAD.match(text, body) and _end_of_object(text, body) is None
+        is_open = _BEGIN.match(self._text, body) and len(self._text) - body <= _LONGEST
+        return bool(is_open) and not _HEAD.match(self._text, body) and self._end_of_object(body) is None
 
-    def _call_at(self, body: int, *, is_last: bool) -> tuple[str, str, int] | None:
-        """Name and arguments of the call that begins here, and the place behind the call; None: no call begins."""
+    def _call_at(self, body: int) -> tuple[str, str, int | None] | None:
+        """Name and arguments of the call that begins here, and the place behind the arguments or the object, unless
+        the text ends before; None: no call begins.
+        """
         text, head = self._text, _HEAD.match(self._text, body)
         if head and head[1] in self._names:
-            end = _end_of_value(text, head.end())
-            name, arguments = head[1], text[head.end() : end]
-        else:
-            end = _end_of_object(text, body)
-            call = _call(text[body:end], self._names) if end is not None else None
-            if call is None:
-                return None
-            name, arguments = call
-        if end is None:
-            return name, arguments, len(text)
-        tail = _TAIL.match(text, end)
+            end = self._end_of_value(head.end())
+            return head[1], text[head.end() : end], end
+        end = self._end_of_object(body)
+        call = _call(text[body:end], self._names) if end is not None else None
+        return None if call is None else (*call, end)
+
+    def _end_of_call(self, value_end: int, *, is_last: bool) -> int | None:
+        """The place behind the call's object and mark; None: more text may belong to them."""
+        tail = (_TAIL if self._marks else _BRACE).match(self._text, value_end)
         assert tail is not None
-        is_whole = not CLOSE.startswith(text[tail.end() :]) if self._marks else "}" in tail[0]
-        return name, arguments, tail.end() if is_last or is_whole or CLOSE in tail[0] else len(text)
+        rest = self._text[tail.end() : tail.end() + len(CLOSE)]
+        is_whole = not CLOSE.startswith(rest) if self._marks else "}" in tail[0]
+        return tail.end() if is_last or is_whole or CLOSE in tail[0] else None
 
+    def _end_of_value(self, start: int) -> int | None:
+        """The place behind the object, list or text that begins here; None where the text ends before."""
+        _, place, depth = self._scanned if self._scanned[0] == start else (start, start, 0)
+        for found in _PIECE.finditer(self._text, place):
+            deeper = depth + (found[0] in "{[") - (found[0] in "}]")
+            if found[0] == '"' or deeper <= 0:
+                self._scanned = start, place, depth
+                return found.end() if found[0] != '"' else None
+            place, depth = found.end(), deeper
+        self._scanned = start, place, depth
+        return None
 
-def _end_of_value(text: str, start: int) -> int | None:
-    """The place behind the object, list or text that begins here; None where the text ends before."""
-    depth = 0
-    for found in _PIECE.finditer(text, start):
-        depth += (found[0] in "{[") - (found[0] in "}]")
-        if depth <= 0 or found[0] == '"':
-            return found.end() if found[0] != '"' else None
-    return None
-
-
-def _end_of_object(text: str, body: int) -> int | None:
-    """The same for an object behind white space; None where there is none."""
-    start = body + len(text[body:]) - len(text[body:].lstrip())
-    return _end_of_value(text, start) if text[start : start + 1] == "{" else None
+    def _end_of_object(self, body: int) -> int | None:
+        """The same for an object behind white space; None where there is none."""
+        begin = _BEGIN.match(self._text, body)
+        return self._end_of_value(begin.start(1)) if begin and begin[1] else None
 
 
 def _call(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """Name and arguments of an object, if the object is a call."""
     try:
         found = json.loads(text)
-    except ValueError:
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict | str):
+            return None
+        return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
         return None
-    arguments = found.get("arguments", found.get("parameters"))
-    if found.get("name") not in names or not isinstance(arguments, dict | str):
-        return None
-    return found["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

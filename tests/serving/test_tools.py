@@ -53,6 +53,8 @@ def read(text: str, *, marks: bool, sizes: tuple[int, ...]) -> tuple[str, list[t
             (True, "<tool_call>{oops}</tool_call>\n"), (False, '{"name": "other", "parameters": {}}'),
             (False, '{"colour": "red"} and more'), (False, '[1, 2] is a list'), (False, 'Say {"name": "now"}'),
             (False, '{"name": "add"'), (True, ""), (False, " \n"),
+            (True, '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'),
+            (True, f'<tool_call>{{"arguments": {"[" * 2000}{"]" * 2000}}}</tool_call>'),
         )),
     ],
 )  # fmt: skip
@@ -60,6 +62,14 @@ def test_forms(marks: bool, text: str, content: str, calls: list[tuple[str, str]
     assert read(text, marks=marks, sizes=sizes) == (content, calls)
     for _, arguments in calls:
         assert json.loads(arguments) or arguments == "{}" if not text.endswith(": ") else arguments
+
+
+def test_what_was_told_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    call_at, places = ToolParser._call_at, list[int]()
+    monkeypatch.setattr(ToolParser, "_call_at", lambda parser, at: places.append(at) or call_at(parser, at))
+    text = OPEN * 50 + HERMES.format(*NOW) * 50
+    assert read(text, marks=True, sizes=(len(OPEN),)) == (OPEN * 50, [NOW] * 50)
+    assert len(places) < len(text) / 5 and places == sorted(places)
 
 
 def test_the_form_is_the_templates() -> None:
