@@ -38,7 +38,7 @@ TRY_LATER = {"Retry-After": "5"}  # seconds
 _IGNORED = {
     "user", "cache_prompt", "id_slot", "t_max_prompt_ms",
     "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
-    "priority", "name", "annotations",
+    "priority", "name", "annotations", "description", "strict",
 }  # fmt: skip
 
 # Values that ask for nothing. A false or a 0 may ask for much: `add_special_tokens`.
@@ -153,25 +153,30 @@ class StreamOptions(TypedDict):
     include_usage: NotRequired[StrictBool | None]
 
 
-class _AnyJson(TypedDict):
-    type: Literal["text", "json_object"]
+class JsonSchema(_Body):
+    """The part of a response format that holds the schema."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class JsonSchema(TypedDict):
-    schema: dict[str, Any]
+class ResponseFormat(_Body):
+    """What an answer of a chat must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise refusal("json_schema", "{name} belongs to type json_schema, which needs it")
+        return self
 
 
-class _OfSchema(TypedDict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
+class Prediction(_Body):
+    """Text that the answer probably repeats."""
 
-
-class Prediction(TypedDict):
     type: Literal["content"]
     content: Text | _Many[TextPart]
-
-
-ResponseFormat = Annotated[_AnyJson | _OfSchema, Field(discriminator="type")]
 
 
 def _joined(content: str | list[TextPart]) -> str:
@@ -300,9 +305,9 @@ class Generation(_EngineFields):
     def _form(self) -> dict[str, Any]:
         """The engine's parameter for ``response_format``."""
         form = self.response_format
-        if form is not None and form["type"] == "json_schema":
-            return {"json_schema": form["json_schema"]["schema"]}
-        return {"json_schema": {"type": "object"}} if form is not None and form["type"] == "json_object" else {}
+        if form is None or form.type == "text":
+            return {}
+        return {"json_schema": {"type": "object"} if form.json_schema is None else form.json_schema.json_schema}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -316,7 +321,7 @@ class Generation(_EngineFields):
     @property
     def predicted(self) -> str | None:
         """The text that the answer probably repeats."""
-        return None if self.prediction is None else _joined(self.prediction["content"])
+        return None if self.prediction is None else _joined(self.prediction.content)
 
     def params(self, max_length: int) -> SamplingParams:
         """The engine's parameters, without a seed, of an answer of at most ``max_length`` tokens."""
@@ -402,7 +407,7 @@ def error_of(errors: list[Any]) -> ApiError:
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int"):
+        elif part.isidentifier() and part not in ("str", "int", "ToolChoice"):
             path += f".{part}" if path else part
     name = context.get("name")
     param = ".".join(filter(None, (path, name))) or None

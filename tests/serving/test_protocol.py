@@ -61,6 +61,12 @@ def test_fields_that_nobody_knows_are_named_unless_they_ask_for_nothing(kind: An
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids"),
+        ({"prediction": {"type": "content", "content": "a", "new": 1}}, "prediction.new"),
+        *(({"response_format": {"type": kind} | more}, f"response_format.{place}") for kind, more, place in (
+            ("json_object", {"schema": {"type": "array"}}, "schema"), ("x", {}, "type"),
+            ("text", {"json_schema": {"schema": {}}}, "json_schema"),
+            ("json_schema", {"json_schema": {"schema": 3}}, "json_schema.schema"),
+            ("json_schema", {"json_schema": {"schema": {}, "new": 1}}, "json_schema.new"))),
         *(({"messages": [CHAT["messages"][0], {"role": "user", "content": content}]}, f"messages[1].content{place}")
           for content, place in ((HALF, ""), ([{"type": "text", "text": HALF}], "[0].text"), (7, ""),
                                  ([{"type": "image_url"}], "[0].type"))),
@@ -103,6 +109,7 @@ def test_tools_and_their_calls() -> None:
     for changes, param in (
         ({"tools": tools * 250}, "tools"), ({"tools": tools[:1] * 2}, "tools"), ({"tool_choice": other}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [turns[1] | {"role": "user"}]}, "messages[0].tool_calls"),
     ):  # fmt: skip
