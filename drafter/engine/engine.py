@@ -254,8 +254,11 @@ class Engine:
         started = time.perf_counter()
         emitted = runner.step(proposer, num_rows, active, max(request.num_committed for request in rows))
         seconds = time.perf_counter() - started
-        accepted = [update.num_accepted for update in emitted if update.request.options.speculate]
-        if self._sizer is not None and self._is_sized and not runner.num_forced:  # which say nothing of the tree
+        # Forced nodes say nothing of drafts, and nothing of a tree's duration where they made the tree larger.
+        drafted = [update for update in emitted if update.request.row not in runner.forced_rows]
+        accepted = [update.num_accepted for update in drafted if update.request.options.speculate]
+        is_own_tree = not runner.forced_rows or runner.num_verified == proposer.num_nodes
+        if self._sizer is not None and self._is_sized and is_own_tree:
             self._sizer.observe(accepted, seconds, runner.num_verified)
             self._tell(self._sizer)
         updates = []

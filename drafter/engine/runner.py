@@ -102,8 +102,8 @@ class Runner:
     """Rows 0 .. num_rows-1 on the target's device: cache, roots, lengths, contexts, noise. A row needs ``num_slots``
     for its greatest length plus ``num_nodes``, those of the largest tree.
 
-    ``node_cost``: plain steps that one more node of all rows costs. ``num_forced``: nodes of the latest step that
-    grammars forced.
+    ``node_cost``: plain steps that one more node of all rows costs. ``forced_rows``: those whose trees of the latest
+    step have nodes that grammars forced.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Runner:
         self.target = target
         self._most_nodes = num_nodes
         self.node_cost = 0.0
-        self.num_forced = 0
+        self.forced_rows = set[int]()
         self.num_rows = num_rows = plan.max_num_seqs
         self.num_slots = num_slots
         self.num_verified = 0  # nodes of a row in the latest step, padding included
@@ -227,7 +227,7 @@ class Runner:
         """
         self._tell(requests)
         self._guides = {item.row: item.guide for item in requests if item.guide is not None}
-        self.num_forced = 0
+        self.forced_rows.clear()
         most_nodes = self._most_nodes if self._guides else proposer.num_nodes
         wanted = self._wanted(requests)
         decided = self._views.of(num_rows)
@@ -425,7 +425,8 @@ class Runner:
             nodes = [TreeNode(tokens[node], place[parents[node]], depths[node]) for node in kept]
             if self._decided[1]["is_drafted_B"][row]:
                 nodes, num_forced = guide.grow(nodes, num_nodes, *limits)
-                self.num_forced += num_forced
+                if num_forced:
+                    self.forced_rows.add(row)
             self._trees[row] = nodes
         if not self._graphs.is_on:
             sizes = sorted((len(self._trees[row]) for row in self._guides), reverse=True)
@@ -433,6 +434,8 @@ class Runner:
             rank = max(1, math.ceil((self.node_cost or 1.0) * num_active))  # unknown costs are high
             num_nodes = num_nodes if len(sizes) < num_active else min(num_nodes, sizes[0])
             num_nodes = max(num_nodes, sizes[rank - 1] if rank <= len(sizes) else 1)
+        if num_nodes == 1:
+            self.forced_rows.clear()
         found_XBN = torch.zeros(4, tree_XBN.shape[1], num_nodes, dtype=torch.int64)
         found_XBN[1] = torch.arange(num_nodes)  # padding is its own parent
         found_XBN[:, :, : tree_XBN.shape[2]] = tree_XBN[:, :, :num_nodes]

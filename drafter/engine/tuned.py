@@ -74,7 +74,7 @@ PLAIN, COPIES, MANY_COPIES = Tree(1, 1, 1), Tree(4, 0, 8), Tree(8, 0, 16)
 # What an engine tries on a CPU, with the tokens per step of usual drafts. The first tree of each kind is tried at the
 # beginning, in this order.
 LIVE_COPIES = {COPIES: 1.2, PLAIN: 1.0, MANY_COPIES: 1.25}
-LIVE_TREES = {Tree(2, 2, 4): 1.9, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 8): 2.3}
+LIVE_TREES = {Tree(2, 2, 4): 1.9, PLAIN: 1.0, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 8): 2.3}
 
 
 @dataclass(frozen=True)

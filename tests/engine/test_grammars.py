@@ -14,6 +14,7 @@ from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.grammars import Grammars
 from drafter.engine.settings import EngineConfig, Plan
+from drafter.engine.tuned import PLAIN, Sizer
 from tests.data.tiny import tiny_target as padded_target
 from tests.engine.oracle import plan_of
 from tests.serving.tiny import tiny_drafter, tiny_target
@@ -71,6 +72,18 @@ def test_forced_tokens_have_room_where_nothing_is_drafted() -> None:
         one, *others = engine.generate([PROMPT] * 4, params)
         assert one.text == text and (one.num_target_forwards <= 3) == (most == 3)
     assert len({tuple(other.token_ids) for other in others}) == 1
+
+
+def test_steps_are_measured_where_forced_tokens_made_no_tree_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizer, seen = Sizer((), {PLAIN: 1.0}), list[int]()
+    monkeypatch.setattr(sizer, "observe", lambda accepted, seconds, num_nodes: seen.append(len(accepted)))
+    engine = Engine(tiny_target(), config=EngineConfig(method="lookup", max_num_seqs=4), sizer=sizer)
+    params = [SamplingParams(max_new_tokens=40, ignore_eos=True)] * 3
+    params = [SamplingParams(max_new_tokens=10, choice=("a long text that is certain",)), *params]
+    engine.generate([PROMPT] * 4, params)
+    assert seen == [4] * 10 + [3] * 30, "a node that one row shares does not pay before its cost is known"
+    [alone] = engine.generate([PROMPT], params[:1])
+    assert alone.num_target_forwards < 10 and len(seen) == 40
 
 
 class Masked(LogitsProcessor):
