@@ -55,7 +55,8 @@ class Grammars:
         structure = params.structure
         if structure is None:
             return None
-        if structure not in self._compiled:
+        matcher = self._compiled.get(structure)  # another thread may drop it
+        if matcher is None:
             kind, text = structure
             if len(text) > _MOST_CHARS:
                 raise ValueError(f"{kind} has {len(text):,} characters but may have {_MOST_CHARS:,}")
@@ -65,10 +66,12 @@ class Grammars:
                 trial.map([structure], _MOST_SECONDS)
             except ForkError as error:
                 raise ValueError(str(error) if error.reason in ("time", "memory") else f"{kind}: {error}") from error
-            self._compiled[structure] = self._matcher(kind, text)
-            while len(self._compiled) > _NUM_KEPT:
-                self._compiled.pop(next(iter(self._compiled)), None)
-        return Guide(self._compiled[structure].deep_copy(), self._target.eos_token_ids)
+            matcher = self._matcher(kind, text)
+            with self._lock:
+                self._compiled[structure] = matcher
+                while len(self._compiled) > _NUM_KEPT:
+                    del self._compiled[next(iter(self._compiled))]
+        return Guide(matcher.deep_copy(), self._target.eos_token_ids)
 
     @cached_property
     def _tokenizer(self) -> Any:

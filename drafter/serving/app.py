@@ -84,7 +84,8 @@ class Server:
             if options.follow and not self.follower.folder.is_dir():
                 raise ValueError(f"--follow watches a folder, and --drafter {options.drafter_used} is none")
         self._follows = options.follow
-        self._template, self._vocabulary = str(target.tokenizer.chat_template or ""), target.tokenizer.get_vocab()
+        self._template = str(target.tokenizer.chat_template or "")
+        self._vocabulary = target.tokenizer.get_vocab()
         self._has_marks = has_marks(self._template)
         self._thread = ThreadPoolExecutor(1, "json")
         self._page = (files("drafter.serving") / "page.html").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ _QUICK_LENGTH = 1 << 16  # characters; a longer text takes more time
 
 
 class Encoder:
-    """Makes token ids of prompts, on the event loop; ``infill``: the tokens of a model that fills in the middle.
+    """Makes token ids of prompts; only the event loop uses the encoder. ``infill``: tokens for filling in the middle.
 
     ``name``: of the target for clients. A text that cannot fit into ``max_length`` tokens is refused before all of the
     text is tokenized. ``escape_special_tokens``: such tokens in clients' texts are plain text.
@@ -65,16 +65,18 @@ class Encoder:
         self._threads.shutdown(wait=False)
 
     async def encode(self, asked: str | Chat | Pieces) -> list[int]:
-        """Token ids of a text, a conversation, or pieces of text between tokens (ApiError: 400 where a template fails,
-        refuses or takes too much time or memory, and for a text that is far too long; 503 where the process has ended).
+        """Token ids of a text, a conversation, or pieces of text between tokens. ApiError: 400 where a template fails,
+        refuses the messages, or takes too much time or memory, and for a text that is far too long; 503 where the
+        process has ended.
         """
-        is_chat, texts = isinstance(asked, Chat), texts_of(asked)
-        param, num_chars = "messages" if is_chat else "prompt", sum(map(len, texts))
+        param = "messages" if isinstance(asked, Chat) else "prompt"
+        texts = texts_of(asked)
+        num_chars = sum(map(len, texts))
         message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
         too_long = ApiError(400, message, param=param, code="context_length_exceeded")
         if len(texts) > self._max_length or num_chars > self._most_chars:
             raise too_long
-        if is_chat and self._failure is not None:
+        if isinstance(asked, Chat) and self._failure is not None:
             raise ApiError(400, self._failure, param=param)
         try:
             token_ids = await self._exchange(asked, is_long=num_chars > _QUICK_LENGTH)

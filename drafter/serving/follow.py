@@ -18,9 +18,9 @@ _LOAD_SECONDS = 300.0
 
 
 class Follower:
-    """Loads the drafter again, on the event loop, when its folder was replaced; an error leaves the old drafter.
+    """Loads the drafter again when its folder was replaced; an error leaves the old drafter. For the event loop alone.
 
-    ``digest``: hash of the weights in use.
+    ``folder`` is watched. ``digest``: hash of the weights in use.
     """
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics) -> None:
@@ -45,8 +45,9 @@ class Follower:
                     _log.warning("%s was replaced, and the old drafter stays: %s", self.folder, first_line(error))
 
     async def reload(self) -> bool:
-        """Load the drafter again, and let it take over if its weights or its config differ; False if neither does
-        (ValueError: it is damaged or does not fit, or its folder changed; OSError: it cannot be read, or not in time).
+        """Load the drafter again, and let it take over if its weights or its config differ; False if neither does.
+        ValueError: the drafter is damaged or does not fit, or its folder changed within the load. OSError: its folder
+        cannot be read, or not in time (TimeoutError).
         """
         async with self._lock:
             self._seen = self._stamp()
