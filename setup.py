@@ -29,6 +29,11 @@ FILES = ["library", "pool", "step_plain", *(FLAGS if platform.machine() in ("x86
 COMMON = "-O3 -std=c++17 -fPIC -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra"
 
 
+def source_of(name: str) -> str:
+    """The file of a part of the library; kernels have one file for all instruction sets."""
+    return f"{SOURCES}{'step' if name.startswith('step_') else name}.cpp"
+
+
 def compiler() -> list[str]:
     """The command of a C++ compiler for any processor of this machine's kind."""
     if given := os.environ.get("CXX"):
@@ -65,8 +70,8 @@ class BuildKernels(build_ext):
             files = {name: scratch / f"{name}.o" for name in names}
             running = {}
             for name, file in files.items():
-                how = [*COMMON.split(), *FLAGS.get(name, "").split(), *flags, *own]
-                running[name] = start([*command, *how, "-c", f"{SOURCES}{name}.cpp", "-o", str(file)])
+                how = [*COMMON.split(), *FLAGS.get(name, "").split(), f"-DSTEP={name.removeprefix('step_')}", *flags, *own]
+                running[name] = start([*command, *how, "-c", source_of(name), "-o", str(file)])
             refused = [name for name, process in running.items() if process.wait()]
             made.update((name, file) for name, file in files.items() if name not in refused)
             return refused
@@ -83,7 +88,7 @@ setup(
     ext_modules=[
         Extension(
             "drafter.kernels._native",
-            [f"{SOURCES}{name}.cpp" for name in FILES],
+            sorted({source_of(name) for name in FILES}),
             depends=sorted(map(str, Path(SOURCES).glob("*.h"))),  # a source distribution has them, too
             optional=True,
         )

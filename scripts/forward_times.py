@@ -3,20 +3,22 @@
 
     python scripts/forward_times.py --shape 1b --ours BF16,Q8_0,Q4_0,Q4_1 --llama-cpp BF16,Q8_0,Q4_0,Q4_1 \\
         --llama-cpp-python /path/to/python --out forward-times.jsonl
-    python scripts/forward_times.py --file model.gguf --context 4000 --llama-cpp none --out forward-times.jsonl
+    python scripts/forward_times.py --file model.gguf --context 4096 --llama-cpp none --out forward-times.jsonl
 
 A Llama of --shape gets random weights, the default target's tokenizer and a GGUF file for each format. Every engine
 runs in a process of its own, one after the other, round after round. Logits of all tokens are computed, as a tree needs
-them. Eight tokens at once are compared with eight one by one, to the bit. The same run measures what the machine gives:
-bytes read by all cores from 1 GB, and products of float32 in torch, of which instructions for bytes do four times as
-many (VNNI), or twice as many (AVX2). A time's share is that of the larger limit: blocks read, or products. The last
-table is a forecast, not a measurement.
+them; up to 24 tokens are a tree of one branch. A context is 256 tokens whose keys and values stand there again and
+again, except in ik_llama.cpp, which computes all. Eight tokens at once are compared with eight one by one, to the bit.
+The same run measures what the machine gives: bytes read by all cores from 1 GB, and products of float32 in torch, of
+which instructions for bytes do four times as many (VNNI), or twice as many (AVX2). A time's share is that of the larger
+limit: blocks read, or products. The last table is a forecast, not a measurement.
 
 Shapes: B rows · N tokens of a row · S visible slots.
 """
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drafter.bench.backends import PeerProcess, peak_memory
+from drafter.bench.backends import peak_memory
 from drafter.kernels import native
 from drafter.runtimes.loading import load_target
 from drafter.runtimes.native.runtime import NativeRuntime
@@ -46,7 +48,9 @@ SHAPES = {
     "3b": (3072, 8192, 28, 24, 8),
 }
 SIZES = (1, 8, 16, 24, 300)
-NUM_ROUNDS = 8
+MOST_NODES = 24  # of a tree; more tokens are a prompt
+NUM_ROUNDS = 4  # a quarter for a prompt
+NUM_FILLED = 256  # tokens of a context that are computed
 FORECAST_CORES = (2, 8, 16)
 MOST_BANDWIDTH = 4  # how many times the measured bandwidth the forecast assumes at most
 
@@ -150,13 +154,20 @@ def measure_ours(name: str, shape: str, num_context: int) -> dict[str, Any]:
         target.runtime.prepare_decoding()
         num_slots = num_context + max(SIZES)
         cache = target.runtime.new_cache(1, num_slots)
+        known_BT = torch.arange(min(num_context, NUM_FILLED))[None]
+        target.forward(known_BT, Slots(known_BT, known_BT, None, num_visible=NUM_FILLED), cache)
+        for first in range(NUM_FILLED, num_context, NUM_FILLED):
+            cache.move_slots(known_BT, first + known_BT)
         times: dict[int, list[float]] = {size: [] for size in SIZES}
-        for _ in range(NUM_ROUNDS + 1):
+        for number in range(NUM_ROUNDS + 1):
             for size, series in times.items():
+                if size > MOST_NODES and number > NUM_ROUNDS // 4:
+                    continue
                 token_BN = torch.arange(size)[None]
                 position_BN = num_context + token_BN
+                ancestor_BNN = torch.ones(1, size, size, dtype=torch.bool).tril() if size <= MOST_NODES else None
                 num_visible = max(64, size) + num_context
-                slots = Slots(position_BN, position_BN, None, num_visible=num_visible)
+                slots = Slots(position_BN, position_BN, ancestor_BNN, num_visible=num_visible)
                 start = time.perf_counter()
                 target.logits(target.forward(token_BN, slots, cache).hidden_BTD)
                 series.append(1e3 * (time.perf_counter() - start))
@@ -177,24 +188,18 @@ def measure_ours(name: str, shape: str, num_context: int) -> dict[str, Any]:
     return {"ms": ms, "load_seconds": round(load_seconds + first_ms / 1e3, 2), "peak_bytes": memory["bytes"], **facts}
 
 
-def measure_llama_cpp(weights: str, shape: str, num_context: int, python: str) -> dict[str, Any]:
-    """Times and memory of llama.cpp with one format of weights."""
+def measure_peer(package: str, python: str, weights: str, shape: str, num_context: int) -> dict[str, Any]:
+    """Times and memory of llama.cpp or ik_llama.cpp with one format of weights."""
     settings = {
-        "package": "llama-cpp-python", "model": str(random_file(shape, weights)), "num_tokens": num_context + 480,
-        "eos": [],
+        "package": package, "model": str(random_file(shape, weights)), "num_tokens": num_context + 480, "eos": [],
         "num_threads": torch.get_num_threads(), "is_cpu": True,
+        "sizes": SIZES, "num_context": num_context, "num_filled": NUM_FILLED,
+        "num_rounds": {size: NUM_ROUNDS // (1 if size <= MOST_NODES else 4) for size in SIZES},
     }  # fmt: skip
-    process = PeerProcess(settings, f"llama-cpp:{weights}", python)
-    try:
-        with peak_memory(torch.device("cpu"), process.process_id) as memory:
-            process.send({"sizes": SIZES, "num_context": num_context, "num_rounds": NUM_ROUNDS})
-            times = process.receive()
-        ready = process.ready
-    finally:
-        process.close()
-    ms = {size: round(value, 2) for size, value in times.items()}
-    seconds = round(ready["load_seconds"], 2)
-    return {"ms": ms, "load_seconds": seconds, "peak_bytes": memory["bytes"], "build": ready["build"]}
+    command = [python, str(Path(__file__).with_name("peer_times.py")), json.dumps(settings)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def forecast(ms: dict[str, float], cores: int) -> list[str]:
@@ -220,14 +225,18 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="a GGUF file in place of random weights")
     parser.add_argument("--context", type=int, default=32, help="tokens before those of the forward (default: 32)")
     parser.add_argument("--llama-cpp-python", default=sys.executable, help="Python that has llama-cpp-python")
+    parser.add_argument("--ik-llama-cpp-python", help="Python that has ik-llama-cpp-python (with --file alone)")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine and format (default: 2)")
     parser.add_argument("--out", type=Path, required=True, help="results file (.jsonl) to append to")
     args = parser.parse_args()
     wanted = [("Drafter", name) for name in args.ours.split(",") if name != "none"]
     wanted += [("llama.cpp", name) for name in args.llama_cpp.split(",") if name != "none"]
+    peers = {"llama.cpp": ("llama-cpp-python", args.llama_cpp_python)}
+    if args.ik_llama_cpp_python:
+        peers["ik_llama.cpp"] = "ik-llama-cpp-python", args.ik_llama_cpp_python
     if args.file:
-        has_peer = args.llama_cpp != "none"
-        wanted = [(engine, str(args.file)) for engine in ("Drafter", *(["llama.cpp"] if has_peer else []))]
+        chosen = ["Drafter", *(engine for engine in peers if engine != "llama.cpp" or args.llama_cpp != "none")]
+        wanted = [(engine, str(args.file)) for engine in chosen]
     made_by, cores, speed = run_record(), torch.get_num_threads(), measure_limits()
     found: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in wanted}
     for _ in range(args.rounds):
@@ -236,7 +245,7 @@ def main() -> None:
                 with get_context("spawn").Pool(1) as pool:
                     record = pool.apply(measure_ours, (name, args.shape, args.context))
             else:
-                record = measure_llama_cpp(name, args.shape, args.context, args.llama_cpp_python)
+                record = measure_peer(*peers[engine], name, args.shape, args.context)
             found[engine, name].append(record)
             facts = {key: made_by[key] for key in ("machine", "versions", "git_revision", "date")}
             facts |= {"context": args.context, "limits": speed}

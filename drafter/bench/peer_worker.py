@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
-from statistics import median
 from typing import Any
 
 # llama.cpp's defaults of a draft model.
@@ -66,7 +65,8 @@ class LlamaCpp:
         if not model:
             raise SystemExit(f"llama.cpp cannot load {settings['model']}")
         params = lib.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = max(512, settings["num_tokens"])
+        params.n_ctx = params.n_batch = max(512, settings["num_tokens"])
+        params.n_seq_max, params.kv_unified = 2, True
         params.n_threads = params.n_threads_batch = settings["num_threads"]
         self._context, self._vocab = lib.llama_init_from_model(model, params), lib.llama_model_get_vocab(model)
         self._memory = lib.llama_get_memory(self._context)
@@ -142,19 +142,6 @@ class LlamaCpp:
         self._held = held[:num_known]
         return drafted
 
-    def forward_ms(self, sizes: Sequence[int], num_context: int, num_rounds: int) -> dict[int, float]:
-        """Median milliseconds of one forward with all logits over so many tokens behind `num_context` tokens."""
-        self._lib.llama_memory_clear(self._memory, True)
-        self._decode(range(num_context))
-        times: dict[int, list[float]] = {size: [] for size in sizes}
-        for _ in range(num_rounds + 1):
-            for size in sizes:
-                start = time.perf_counter()
-                self._decode(range(size), num_context, all_logits=True)
-                times[size].append(1e3 * (time.perf_counter() - start))
-                self._lib.llama_memory_seq_rm(self._memory, 0, num_context, -1)
-        return {size: median(series[1:]) for size, series in times.items()}
-
 
 class IkLlamaCpp:
     """ik_llama.cpp through ik-llama-cpp-python, one prompt at a time, without speculation."""
@@ -212,8 +199,7 @@ def main() -> None:
     load_seconds = getattr(engine, "load_seconds", time.perf_counter() - start)
     tell(json.dumps({"build": engine.build, "version": version(package), "load_seconds": load_seconds}))
     for request in map(json.loads, sys.stdin):
-        replies = [engine.forward_ms(**request)] if "sizes" in request else engine.stream(**request)
-        for reply in replies:
+        for reply in engine.stream(**request):
             tell(json.dumps(reply))
     os._exit(0)  # do not wait for the threads of the engines
 

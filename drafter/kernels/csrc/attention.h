@@ -1,8 +1,9 @@
-// Attention of some tokens of one row, for query heads that share a key head. A score is summed over head_dim, a softmax over the
-// lanes position % 16 and then over the lanes, a value over positions in rising order: the bits depend on nothing that stands beside.
+// Attention of some tokens of one row, for query heads that share a key head. A score is summed over head_dim, a
+// softmax over the lanes position % 16 and then over the lanes, a value over positions in rising order: the bits depend
+// on nothing that stands beside.
 //
-// A token sees the slots start .. prefix - 1, where slot = position, and then the slots of its own path, whose positions follow.
-// In a causal chunk the path is empty; in a tree the prefix is the committed text, which the nodes read together.
+// A token sees the slots start .. prefix - 1, where slot = position, and then the slots of its own path, whose positions
+// follow. In a causal chunk the path is empty; in a tree the prefix is the committed text, which the nodes read together.
 #pragma once
 #include <new>
 #include "products.h"
@@ -23,29 +24,32 @@ struct Memory {  // numbers that grow; std::bad_alloc where there are none
   void give_back() { free(p); p = nullptr; size = 0; }
 };
 struct OwnMemory : Memory { ~OwnMemory() { give_back(); } };  // of a thread
-constexpr int MOST_QUERIES = 32, SLOTS = 16;
+constexpr int MOST_QUERIES = 32, SLOTS = 16, MOST_SCORES = LANES == 16 ? 8 : LANES == 8 ? 6 : 4;
 
 // Numbers of the cache.
-INLINE F numbers(const float* p) { return load(p); }
-INLINE F numbers(const uint16_t* p) { return half(p); }
 INLINE void write(float* p, float x) { *p = x; }
-INLINE void write(uint16_t* p, float x) {  // to nearest, ties to even
+INLINE void write(uint16_t* p, float x) {
 #if defined(__F16C__)
   *p = _cvtss_sh(x, 0);
 #else
-  uint32_t w; memcpy(&w, &x, 4); const uint32_t sign = w >> 16 & 0x8000, size = w & 0x7fffffff;
-  if (size < 0x38800000) *p = (uint16_t)(sign | (uint32_t)nearbyintf(fabsf(x) * 16777216.f));
-  else *p = (uint16_t)(sign | (size < 0x477ff000 ? (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13 : 0x7c00));
+  *p = to_half(x);
 #endif
 }
 template <class T> constexpr float too_large() { return sizeof(T) == 2 ? 65520.f : INFINITY; }
 
-template <int R, class T> static void score_block(const T* key, int dim, const float* const* q, float scale, float cap, float* const* out) {
+template <int R, class T>
+APART void score_block(const T* key, const Model& m, const float* const* q, float* const* out) {
+  const float scale = m.attention_scale, cap = m.attention_cap;
   F s[R][STRIPS];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int h = 0; h < STRIPS; h++) s[r][h] = F{};
-  for (int d = 0; d < dim; d++) UNROLL for (int h = 0; h < STRIPS; h++) {
-    const F k = numbers(key + SLOTS * d + h * LANES);
-    UNROLL for (int r = 0; r < R; r++) s[r][h] = fma(k, all(q[r][d]), s[r][h]);
+  for (int d = 0; d < m.head_dim; d++) {
+    F k[STRIPS];
+    __builtin_prefetch(key + SLOTS * (m.head_dim + d));  // of the next block: the processor stops at each page
+    UNROLL for (int h = 0; h < STRIPS; h++) k[h] = numbers(key + SLOTS * d + h * LANES);
+    UNROLL for (int r = 0; r < R; r++) {
+      const F x = all(q[r][d]);
+      UNROLL for (int h = 0; h < STRIPS; h++) s[r][h] = fma(k[h], x, s[r][h]);
+    }
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int h = 0; h < STRIPS; h++) {
     F x = s[r][h] * scale;
@@ -53,47 +57,54 @@ template <int R, class T> static void score_block(const T* key, int dim, const f
     store(out[r] + h * LANES, x);
   }
 }
-template <class T> static void score_blocks(const T* key, int dim, int num, const float* const* q, float scale, float cap, float* const* out) {
-  constexpr int MOST = LANES == 16 ? 8 : 4;
-  for (int r = 0; r < num;) {
-    const int left = num - r;
-    if (left >= 8 && MOST == 8) { score_block<8, T>(key, dim, q + r, scale, cap, out + r); r += 8; }
-    else if (left >= 4) { score_block<4, T>(key, dim, q + r, scale, cap, out + r); r += 4; }
-    else if (left >= 3) { score_block<3, T>(key, dim, q + r, scale, cap, out + r); r += 3; }
-    else if (left >= 2) { score_block<2, T>(key, dim, q + r, scale, cap, out + r); r += 2; }
-    else { score_block<1, T>(key, dim, q + r, scale, cap, out + r); r += 1; }
-  }
+template <int R, class T>  // R rows at a time, and fewer at the end
+static void score_rows(const T* key, const Model& m, int num, const float* const* q, float* const* out) {
+  for (; num >= R; num -= R, q += R, out += R) score_block<R>(key, m, q, out);
+  if constexpr (R > 1) score_rows<R - 1>(key, m, num, q, out);
 }
-// out [R, stride] += weights [R][num] times values [num, stride], C vectors of columns
-template <int R, int C, class T> static void add_values(const T* value, long stride, int num, const float* const* weight, float* const* out) {
+// out [R, stride] += weights [R][num] times values [num, stride], C vectors of columns from column c on
+template <int R, int C, class T>
+APART void add_values(const T* value, long stride, int num, const float* const* weight, int first, float* const* out,
+    long c) {
   F o[R][C];
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) o[r][c] = load(out[r] + c * LANES);
+  const float* w[R];
+  UNROLL for (int r = 0; r < R; r++) {
+    w[r] = weight[r] + first;
+    UNROLL for (int i = 0; i < C; i++) o[r][i] = load(out[r] + c + i * LANES);
+  }
   for (int j = 0; j < num; j++) {
     F v[C];
-    UNROLL for (int c = 0; c < C; c++) v[c] = numbers(value + j * stride + c * LANES);
-    UNROLL for (int r = 0; r < R; r++) { const F w = all(weight[r][j]); UNROLL for (int c = 0; c < C; c++) o[r][c] = fma(w, v[c], o[r][c]); }
-  }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++) store(out[r] + c * LANES, o[r][c]);
-}
-template <class T> static void add_all_values(const T* value, long stride, int num, int rows, const float* const* weight, float* const* out) {
-  constexpr int C = LANES == 16 ? 4 : 2;
-  if (num <= 0) return;
-  for (int r = 0; r < rows;) {
-    const int m = lesser(4, rows - r);
-    for (long c = 0; c < stride;) {
-      float* o[4]; for (int i = 0; i < m; i++) o[i] = out[r + i] + c;
-      const bool is_wide = stride - c >= C * LANES;
-#define ADD(R) case R: if (is_wide) add_values<R, C, T>(value + c, stride, num, weight + r, o); else add_values<R, 1, T>(value + c, stride, num, weight + r, o); break;
-      switch (m) { ADD(1) ADD(2) ADD(3) ADD(4) }
-#undef ADD
-      c += is_wide ? C * LANES : LANES;
+    __builtin_prefetch(value + (num + j) * stride + c);
+    UNROLL for (int i = 0; i < C; i++) v[i] = numbers(value + j * stride + c + i * LANES);
+    UNROLL for (int r = 0; r < R; r++) {
+      const F x = all(w[r][j]);
+      UNROLL for (int i = 0; i < C; i++) o[r][i] = fma(x, v[i], o[r][i]);
     }
-    r += m;
   }
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < C; i++) store(out[r] + c + i * LANES, o[r][i]);
+}
+template <int R, class T>
+static void add_rows(const T* value, long stride, int num, int rows, const float* const* weight, int first,
+    float* const* out) {
+  constexpr int C = LANES == 16 ? 4 : 2;
+  for (; rows >= R; rows -= R, weight += R, out += R) {
+    long c = 0;
+    for (; c + C * LANES <= stride; c += C * LANES) add_values<R, C>(value, stride, num, weight, first, out, c);
+    for (; c < stride; c += LANES) add_values<R, 1>(value, stride, num, weight, first, out, c);
+  }
+  if constexpr (R > 1) add_rows<R - 1>(value, stride, num, rows, weight, first, out);
+}
+template <class T>
+static void add_all_values(const T* value, long stride, int num, int rows, const float* const* weight,
+    float* const* out) {
+  const int near = bigger<int>(SLOTS, 16384 / (stride * sizeof(T)));  // slots that stay in the first cache for all rows
+  for (int j = 0; j < num; j += near)
+    add_rows<LANES == 8 ? 6 : 4>(value + j * stride, stride, lesser(near, num - j), rows, weight, j, out);
 }
 // tokens: `num` of one row; q: the first query of the first token, heads side by side; out: as q, of another width
-template <class T> static void attend(const Model& m, const Layer& layer, const T* keys, const T* values, const Token* token, int num, int heads,
-                                      const float* q, long q_width, float* out, long out_width) {
+template <class T>
+static void attend(const Model& m, const Layer& layer, const T* keys, const T* values, const Token* token, int num,
+    int heads, const float* q, long q_width, float* out, long out_width) {
   static thread_local OwnMemory memory;
   const int dim = m.head_dim, wide = padded(dim, 16), rows = num * heads;
   int start[MOST_QUERIES], least_start = 1 << 30, most_start = 0, least_prefix = 1 << 30, most_prefix = 0, most_end = 0;
@@ -106,15 +117,16 @@ template <class T> static void attend(const Model& m, const Layer& layer, const 
   const long width = padded(most_end, SLOTS) + 2 * SLOTS;
   float* base = memory.need(rows * (width + wide) + dim * SLOTS);
   T* const gathered = (T*)(base + rows * (width + wide));
-  float *score[MOST_QUERIES], *sum[MOST_QUERIES], *to[MOST_QUERIES];
+  float *score[MOST_QUERIES], *sum[MOST_QUERIES], *to[MOST_QUERIES], inverse[MOST_QUERIES];
   const float *query[MOST_QUERIES], *weight[MOST_QUERIES];
   for (int r = 0; r < rows; r++) {
-    score[r] = base + r * width; sum[r] = base + rows * width + r * wide; query[r] = q + (r / heads) * q_width + (r % heads) * dim;
+    score[r] = base + r * width; sum[r] = base + rows * width + r * wide;
+    query[r] = q + (r / heads) * q_width + (r % heads) * dim;
     memset(sum[r], 0, 4 * wide);
   }
   for (int j = least_start / SLOTS * SLOTS; j < most_prefix; j += SLOTS) {
     for (int r = 0; r < rows; r++) to[r] = score[r] + j;
-    score_blocks(keys + (long)j * dim, dim, rows, query, m.attention_scale, m.attention_cap, to);
+    score_rows<MOST_SCORES>(keys + (long)j * dim, m, rows, query, to);
   }
   for (int t = 0; t < num; t++)
     for (int e = 0; e < token[t].num_path; e += SLOTS) {  // keys of the path, put together as a block
@@ -124,18 +136,18 @@ template <class T> static void attend(const Model& m, const Layer& layer, const 
         for (int d = 0; d < dim; d++) gathered[SLOTS * d + i] = key[SLOTS * d];
       }
       for (int h = 0; h < heads; h++) to[h] = score[t * heads + h] + token[t].prefix + e;
-      score_blocks(gathered, dim, heads, query + t * heads, m.attention_scale, m.attention_cap, to);
+      score_rows<MOST_SCORES>(gathered, m, heads, query + t * heads, to);
     }
-  float inverse[MOST_QUERIES];
   for (int r = 0; r < rows; r++) {
-    const Token& t = token[r / heads]; const int from = start[r / heads], end = t.prefix + t.num_path, first = from / SLOTS * SLOTS, last = padded(end, SLOTS);
+    const Token& t = token[r / heads];
+    const int from = start[r / heads], end = t.prefix + t.num_path;
+    const int first = from / SLOTS * SLOTS, last = padded(end, SLOTS);
     float* s = score[r];
     for (int j = first; j < from; j++) s[j] = -INFINITY;
     for (int j = end; j < last; j++) s[j] = -INFINITY;
-    F most = all(-INFINITY), total[STRIPS];
+    F most = all(-INFINITY), total[STRIPS]{};
     for (int j = first; j < last; j += LANES) most = greater(most, load(s + j));
     const F top = all(largest(most));
-    for (int h = 0; h < STRIPS; h++) total[h] = F{};
     for (int j = first; j < last; j += SLOTS) UNROLL for (int h = 0; h < STRIPS; h++) {
       const F e = exponential(load(s + j + h * LANES) - top);
       store(s + j + h * LANES, e); total[h] += e;
@@ -143,22 +155,22 @@ template <class T> static void attend(const Model& m, const Layer& layer, const 
     for (int h = 1; h < STRIPS; h++) total[0] += total[h];
     inverse[r] = 1.f / STEP::sum(total[0]);
   }
-  // Every sum runs over rising positions: what a token sees alone before the common slots, the common slots, the rest, the path.
-  const int common = lesser(most_start, least_prefix), common_end = least_prefix;
+  // Every sum runs over rising positions: what a token sees alone before the common slots, the common slots, the rest,
+  // the path.
+  const int common = lesser(most_start, least_prefix);
+  auto add = [&](int t, int position, int slot, int count) {
+    for (int h = 0; h < heads; h++) weight[h] = score[t * heads + h] + position;
+    add_all_values(values + (long)slot * wide, wide, count, heads, weight, sum + t * heads);
+  };
+  for (int t = 0; t < num; t++) add(t, start[t], start[t], common - start[t]);
+  for (int r = 0; r < rows; r++) weight[r] = score[r] + common;
+  if (common == most_start)
+    add_all_values(values + (long)common * wide, wide, least_prefix - common, rows, weight, sum);
   for (int t = 0; t < num; t++) {
-    for (int h = 0; h < heads; h++) weight[h] = score[t * heads + h] + start[t];
-    add_all_values(values + (long)start[t] * wide, wide, common - start[t], heads, weight, sum + t * heads);
-  }
-  for (int r = 0; r < rows; r++) weight[r] = score[r] + bigger(common, start[r / heads]);
-  if (common == most_start) add_all_values(values + (long)common * wide, wide, common_end - common, rows, weight, sum);
-  for (int t = 0; t < num; t++) {
-    const int from = bigger(common_end, start[t]);
-    for (int h = 0; h < heads; h++) weight[h] = score[t * heads + h] + from;
-    add_all_values(values + (long)from * wide, wide, token[t].prefix - from, heads, weight, sum + t * heads);
-    for (int e = bigger(0, start[t] - token[t].prefix); e < token[t].num_path; e++) {
-      for (int h = 0; h < heads; h++) weight[h] = score[t * heads + h] + token[t].prefix + e;
-      add_all_values(values + (long)token[t].path[e] * wide, wide, 1, heads, weight, sum + t * heads);
-    }
+    const int from = bigger(least_prefix, start[t]);
+    add(t, from, from, token[t].prefix - from);
+    for (int e = bigger(0, start[t] - token[t].prefix); e < token[t].num_path; e++)
+      add(t, token[t].prefix + e, token[t].path[e], 1);
   }
   for (int r = 0; r < rows; r++) {
     float* o = out + (r / heads) * out_width + (r % heads) * dim;

@@ -48,7 +48,7 @@ static bool are_finite(const float* x, long size) {
 }
 struct Work {  // of one call: activations of N tokens
   // Values for all: a constructor that runs at loading would be code of an instruction set that may be missing.
-  Memory memory[12]{}; int N = 0;
+  Memory memory[13]{}; int N = 0;
   float *x = nullptr, *spare = nullptr, *y = nullptr, *qkv = nullptr, *heads = nullptr, *up = nullptr, *rows = nullptr;
   long stride = 0;  // of rows
   Rows input{};  // of the next product, in panels
@@ -60,7 +60,7 @@ struct Work {  // of one call: activations of N tokens
     x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
     up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
     const int R = panel_rows(n); const long all = padded(n, R) * stride;
-    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), memory[9].need(all / GROUP), (int32_t*)memory[10].need(3 * all / GROUP), stride, R};
+    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), memory[9].need(all / GROUP), (int32_t*)memory[10].need(3 * all / GROUP), (int32_t*)memory[12].need(2 * all / GROUP), stride, R};
     spare = memory[11].need(n * hidden);
   }
   float* row(long n) const { return rows + n * stride; }
@@ -175,11 +175,15 @@ struct Call {
   }
   template <class C> void attention(Step& step, const Layer& l, int layer) const {
     const int dim = m.head_dim, per_key = m.num_heads / m.num_key_heads; const long width = (long)(m.num_heads + 2 * m.num_key_heads) * dim;
-    int most = bigger(1, 24 / per_key), heads = lesser(per_key, MOST_QUERIES);
-    const int enough = 3 * pool.num_threads;
-    while (most > 1 && (N + most - 1) / most * m.num_key_heads < enough) most = (most + 1) / 2;
-    while (heads > 1 && N * m.num_key_heads * (per_key / heads) < enough) heads = (heads + 1) / 2;
-    most = lesser(most, MOST_QUERIES / heads);
+    // Tokens and heads that read keys and values together: reading costs as much as four of them.
+    const int tokens_of_row = (N + tokens.num_rows - 1) / tokens.num_rows;
+    int most = 1, heads = 1;
+    for (long t = 1, least = 1l << 60; t <= lesser(MOST_QUERIES, tokens_of_row); t++)
+      for (long h = 1; h <= per_key && t * h <= MOST_QUERIES; h++) {
+        const long parts = (tokens_of_row + t - 1) / t * tokens.num_rows * m.num_key_heads * ((per_key + h - 1) / h);
+        const long time = (parts + pool.num_threads - 1) / pool.num_threads * (t * h + 4);
+        if (time < least) { least = time; most = t; heads = h; }
+      }
     const int head_groups = (per_key + heads - 1) / heads;
     // Groups of neighbouring tokens of one row.
     const int groups = (N + most - 1) / most + tokens.num_rows;

@@ -114,6 +114,8 @@ INLINE I look_up(const uint8_t* table, I v) {
 INLINE F half(const uint16_t* p) { F x; for (int i = 0; i < LANES; i++) x[i] = from_half(p[i]); return x; }
 #endif
 
+INLINE F numbers(const float* p) { return load(p); }
+INLINE F numbers(const uint16_t* p) { return half(p); }
 INLINE float sum(F x) {  // of all lanes, in one order
   float v[LANES]; store(v, x);
   for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) v[i] += v[i + n];

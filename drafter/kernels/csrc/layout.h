@@ -21,6 +21,7 @@
 // float32, or float16 that was rounded once, when a token was written. The head_dim of values is padded to a multiple
 // of 16.
 #pragma once
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -30,6 +31,13 @@ static inline float from_half(uint16_t h) {
   const uint32_t word = sign | ((size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23));
   memcpy(&x, &word, 4);
   return size < 0x400 ? (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f : x;
+}
+
+static inline uint16_t to_half(float x) {  // to nearest, ties to even
+  uint32_t w; memcpy(&w, &x, 4);
+  const uint32_t sign = w >> 16 & 0x8000, size = w & 0x7fffffff;
+  if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)nearbyintf(fabsf(x) * 16777216.f));
+  return (uint16_t)(sign | (size < 0x477ff000 ? (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13 : 0x7c00));
 }
 
 enum Format { F32, BF16, F16, Q4_0, Q4_1, Q4_K, Q8_0, Q5_K, Q6_K, Q5_0, Q5_1, Q2_K, Q3_K, IQ4_NL, IQ4_XS, NUM_FORMATS };

@@ -183,11 +183,6 @@ static uint16_t to_bfloat16(float x) {  // to nearest, ties to even
   if ((w & 0x7fffffff) > 0x7f800000) return (uint16_t)(w >> 16 | 64);
   return (uint16_t)((w + 0x7fff + (w >> 16 & 1)) >> 16);
 }
-static uint16_t to_half(float x) {  // 0 .. 65504, to nearest, ties to even
-  if (x < 6.103515625e-5f) return (uint16_t)nearbyintf(x * 16777216.f);
-  uint32_t w; memcpy(&w, &x, 4);
-  return (uint16_t)((w + 0xfff + (w >> 13 & 1) - (112u << 23)) >> 13);
-}
 static Group round_group(int source, const uint8_t* row, long g, long inputs) {  // as Q8_0; no number: 0
   Group r{}; float v[32], most = 0;
   for (int i = 0; i < 32; i++) {

@@ -3,6 +3,9 @@
 #pragma once
 #include "lanes.h"
 
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#define ADDS_PAIRS  // products of bytes are added in pairs, to 16 bits
+#endif
 namespace STEP {
 constexpr int GROUP = 32;
 inline int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
@@ -17,23 +20,28 @@ struct Rows {
   // What the offsets of weights are multiplied by, or add; computed once for all outputs:
   float* sum;         // scale times the sum of the q's of every 32 inputs
   int32_t* minus;     // minus the sums of the q's of the first and the last 16 inputs of every 32, and of all 32
+  int32_t* pairs;     // of every 16 inputs, in 16 bits each: -32 times the sum of inputs 4 j and 4 j + 1; of the others
   long stride;        // inputs of a row, a multiple of 32
   int rows;
   Rows panel(long p) const {
     const long groups = p * stride / 32 * rows;
-    return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus + 3 * groups, stride, rows};
+    return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus + 3 * groups, pairs + 2 * groups, stride, rows};
   }
 };
+constexpr bool is_panel(int rows) { return rows <= 4 || rows == 6 || rows == 8 || rows == 12; }
+#if defined(ADDS_PAIRS)
+constexpr int MOST_ROWS = 4;  // registers hold no more sums of pairs
+#else
 constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;
-static int panel_rows(int N) {  // 1, 2, 3, 4, 6, 8 or 12: the rows that one template computes
-  if (LANES == 8) {  // the least time: weights of a panel are unpacked in the time of about one row
-    int best = 6;
-    for (int m : {4, 3, 2, 1}) if ((N + m - 1) / m * (m + 1) < (N + best - 1) / best * (best + 1)) best = m;
-    return best;
-  }
-  const int parts = (N + MOST_ROWS - 1) / MOST_ROWS, m = (N + parts - 1) / parts;
-  if (LANES == 4) return m == 3 ? 4 : m;
-  return m <= 4 ? m : m <= 6 ? 6 : m <= 8 ? 8 : 12;
+#endif
+static int panel_rows(int N) {  // the rows that one template computes
+  const int parts = (N + MOST_ROWS - 1) / MOST_ROWS;
+  int best = LANES == 8 ? MOST_ROWS : (N + parts - 1) / parts;
+  while (!is_panel(best)) best++;
+  // The least time: 8 lanes unpack weights of a panel in the time of about one row.
+  auto time = [&](int m) { return (N + m - 1) / m * (m + 1); };
+  for (int m = MOST_ROWS; LANES == 8 && m > 0; m--) if (is_panel(m) && time(m) < time(best)) best = m;
+  return best;
 }
 // Inputs from .. to - 1, whole groups, of row n of the panels, from its numbers: as they are, or rounded.
 static void place(const Rows& panels, int n, const float* x, long from, long to, bool is_rounded) {
@@ -58,6 +66,13 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
       }
       total[h] = sum((I)n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
     }
+#if defined(ADDS_PAIRS)
+    UNROLL for (int h = 0; h < 2; h++) {
+      __m128i n = _mm_maddubs_epi16(_mm_set1_epi8(32), _mm_loadu_si128((const __m128i*)words + h));
+      n = _mm_add_epi16(n, _mm_shuffle_epi32(n, 0x4e)); n = _mm_add_epi16(n, _mm_shuffle_epi32(n, 0xb1));
+      p.pairs[(2 * g + h) * R + r] = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), n));
+    }
+#endif
     UNROLL for (int i = 0; i < GROUP / 4; i++) p.q[(GROUP / 4 * g + i) * R + r] = words[i];
     p.scale[g * R + r] = m / 127.f; p.sum[g * R + r] = m / 127.f * (int32_t)(total[0] + total[1]);
     p.minus[(3 * g + 2) * R + r] = (int32_t)-(total[0] + total[1]);
@@ -71,16 +86,13 @@ typedef void (*Kernel)(const char* blocks, long block_bytes, int first, long inp
 typedef void (*Dense)(const char* groups, int group, int strip, F* out);
 
 // ---- float weights: a format reads input k, which is even, or k + 1 of one vector of outputs ----
-struct InF32 {
-  static constexpr int BYTES = 4;  // of a weight
+template <class N> struct Plain {
+  static constexpr int BYTES = sizeof(N);  // of a weight
   static constexpr bool IS_PAIRED = false;
-  template <int ODD> INLINE F input(const char* w, long k) { return load((const float*)(w + 64 * (k + ODD))); }
+  template <int ODD> INLINE F input(const char* w, long k) { return numbers((const N*)w + BLOCK * (k + ODD)); }
 };
-struct InF16 {
-  static constexpr int BYTES = 2;
-  static constexpr bool IS_PAIRED = false;
-  template <int ODD> INLINE F input(const char* w, long k) { return half((const uint16_t*)(w + 32 * (k + ODD))); }
-};
+typedef Plain<float> InF32;
+typedef Plain<uint16_t> InF16;
 struct InBF16 {
   static constexpr int BYTES = 2;
   static constexpr bool IS_PAIRED = true;
@@ -173,14 +185,13 @@ template <Format FORMAT> struct In {
         sum[r] = fma(number(n), scale * x_r, sum[r]);
         if (T.has_offset) sum[r] = fma(offset, all(SCALES == 2 ? x_r * -(float)minus[r] : x.sum[g * M + r]), sum[r]);
       };
-      I w[VECTORS];
-      UNROLL for (int j = 0; j < VECTORS; j++) w[j] = integers(q, VECTORS * h + j);
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#if defined(ADDS_PAIRS)
       const __m256i ones = _mm256_set1_epi16(1);
       if constexpr (MOST == 255) {  // signed: pairs of products of 8 bits fill 16 bits
         I n[M]{};
         UNROLL for (int j = 0; j < VECTORS; j++) {
-          const __m256i v = _mm256_xor_si256((__m256i)w[j], _mm256_set1_epi8((char)128)), size = _mm256_abs_epi8(v);
+          const __m256i w = (__m256i)integers(q, VECTORS * h + j);
+          const __m256i v = _mm256_xor_si256(w, _mm256_set1_epi8((char)128)), size = _mm256_abs_epi8(v);
           UNROLL for (int r = 0; r < M; r++) {
             const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(words[M * j + r]), v);
             n[r] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones);
@@ -188,19 +199,30 @@ template <Format FORMAT> struct In {
         }
         UNROLL for (int r = 0; r < M; r++) finish(r, n[r]);
       } else {
-        constexpr int FIT = lesser(VECTORS, 32767 / (2 * 127 * MOST));  // vectors of products that 16 bits add up
+        // Sums of 16 bits begin with what a zero of 32 takes away: what wraps on the way comes back.
+        constexpr bool IS_CENTERED = T.zero == 32;
+        constexpr int FIT = IS_CENTERED ? VECTORS : lesser(VECTORS, 32767 / (2 * 127 * MOST));  // vectors in 16 bits
+        __m256i sums[M];
+        Wrapping n[M];  // rows beyond the last hold anything
         UNROLL for (int r = 0; r < M; r++) {
-          Wrapping n = (Wrapping)all(minus[r]) * T.zero;  // rows beyond the last hold anything
-          UNROLL for (int j = 0; j < VECTORS; j += FIT) {
-            __m256i pairs = _mm256_maddubs_epi16((__m256i)w[j], _mm256_set1_epi32(words[M * j + r]));
-            UNROLL for (int k = j + 1; k < j + FIT; k++)
-              pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)w[k], _mm256_set1_epi32(words[M * k + r])));
-            n += (Wrapping)_mm256_madd_epi16(pairs, ones);
-          }
-          finish(r, (I)n);
+          if (IS_CENTERED) sums[r] = _mm256_set1_epi32(x.pairs[(2 * g + h) * M + r]);
+          n[r] = IS_CENTERED ? Wrapping{} : (Wrapping)all(minus[r]) * T.zero;
         }
+        UNROLL for (int j = 0; j < VECTORS; j += 2) {  // two at a time: products wait for no unpacking
+          const __m256i v = (__m256i)integers(q, VECTORS * h + j), w = (__m256i)integers(q, VECTORS * h + j + 1);
+          UNROLL for (int r = 0; r < M; r++) {
+            const __m256i of_v = _mm256_maddubs_epi16(v, _mm256_set1_epi32(words[M * j + r]));
+            const __m256i of_w = _mm256_maddubs_epi16(w, _mm256_set1_epi32(words[M * (j + 1) + r]));
+            const __m256i both = _mm256_add_epi16(of_v, of_w);
+            sums[r] = IS_CENTERED || j % FIT ? _mm256_add_epi16(sums[r], both) : both;
+            if ((j + 2) % FIT == 0) n[r] += (Wrapping)_mm256_madd_epi16(sums[r], ones);
+          }
+        }
+        UNROLL for (int r = 0; r < M; r++) finish(r, (I)n[r]);
       }
 #else
+      I w[VECTORS];
+      UNROLL for (int j = 0; j < VECTORS; j++) w[j] = integers(q, VECTORS * h + j);
       UNROLL_PRODUCTS for (int r = 0; r < M; r++) {
         I n = (I)((Wrapping)all(minus[r]) * T.zero), m{};
         UNROLL_PRODUCTS for (int j = 0; j < VECTORS; j += 2) {
@@ -273,16 +295,10 @@ template <class T> struct Floats {
 };
 template <class T> struct Integers { template <int M> static constexpr Kernel kernel = rounded_strip<T, M>; };
 template <class T> struct Numbers { template <int M> static constexpr Kernel kernel = dense_strip<T, M>; };
-template <class K> static Kernel by_rows(int m) {
-  if (m == 1) return K::template kernel<1>;
-  if (m == 2) return K::template kernel<2>;
-  if (m == 4) return K::template kernel<4>;
-  if constexpr (LANES >= 8) {
-    if (m == 3) return K::template kernel<3>;
-    if (m == 6) return K::template kernel<6>;
-  }
-  if constexpr (LANES == 16) return m == 8 ? K::template kernel<8> : K::template kernel<12>;
-  return nullptr;
+template <class K, int M = MOST_ROWS> static Kernel by_rows(int m) {
+  if constexpr (M == 0) return nullptr;
+  else if constexpr (!is_panel(M)) return by_rows<K, M - 1>(m);
+  else return m == M ? K::template kernel<M> : by_rows<K, M - 1>(m);
 }
 struct Way { Kernel kernel, single; int vectors; };  // single: computes one vector of one row
 #define EACH_INTEGER_FORMAT(DO) \

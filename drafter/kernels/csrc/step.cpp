@@ -1,5 +1,5 @@
-// Beam search of the recurrent drafter, copies from the text included: drafter/proposers/beam.py in one call.
-#pragma once
+// The kernels of one instruction set, whose namespace the compiler is told as STEP, with the beam search of the recurrent
+// drafter, copies from the text included: drafter/proposers/beam.py in one call.
 #include "forward.h"
 #include "noise.h"
 

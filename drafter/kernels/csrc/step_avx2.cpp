@@ -1,2 +1,0 @@
-#define STEP avx2
-#include "search.h"

@@ -1,2 +1,0 @@
-#define STEP avx512
-#include "search.h"

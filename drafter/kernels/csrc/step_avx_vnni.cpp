@@ -1,2 +1,0 @@
-#define STEP avx_vnni
-#include "search.h"

@@ -1,2 +1,0 @@
-#define STEP plain
-#include "search.h"
