@@ -63,24 +63,14 @@ class BuildKernels(build_ext):
         scratch.mkdir(parents=True, exist_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         command, own = compiler(), os.environ.get("CXXFLAGS", "").split()
-        made: dict[str, Path] = {}
-
-        def compile_files(names: list[str], *flags: str) -> list[str]:
-            """Compile files side by side; the names of those that the compiler refused."""
-            files = {name: scratch / f"{name}.o" for name in names}
-            running = {}
-            for name, file in files.items():
-                how = [*COMMON.split(), *FLAGS.get(name, "").split(), f"-DSTEP={name.removeprefix('step_')}", *flags, *own]
-                running[name] = start([*command, *how, "-c", source_of(name), "-o", str(file)])
-            refused = [name for name, process in running.items() if process.wait()]
-            made.update((name, file) for name, file in files.items() if name not in refused)
-            return refused
-
+        running = {}
+        for name in FILES:
+            how = [*COMMON.split(), *FLAGS.get(name, "").split(), f"-DSTEP={name.removeprefix('step_')}", *own]
+            running[name] = start([*command, *how, "-c", source_of(name), "-o", str(scratch / f"{name}.o")])
         # An older compiler does not know every instruction set: the library goes without.
-        without = compile_files([name for name in FILES if name.startswith("step_")])
-        failed = compile_files(["library", "pool"], *(f"-DWITHOUT_{name.upper()}" for name in without))
-        link = [*command, *own, "-shared", "-pthread", *map(str, made.values()), "-o", str(out)]
-        if failed or "step_plain" in without or start(link).wait():
+        made = [name for name, process in running.items() if process.wait() == 0]
+        link = [*command, *own, "-shared", "-pthread", *(str(scratch / f"{name}.o") for name in made), "-o", str(out)]
+        if not {"library", "pool", "step_plain"} <= set(made) or start(link).wait():
             raise CompileError("the native step does not compile here")
 
 

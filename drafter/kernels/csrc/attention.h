@@ -1,9 +1,9 @@
 // Attention of some tokens of one row, for query heads that share a key head. A score is summed over head_dim, a
-// softmax over the lanes position % 16 and then over the lanes, a value over positions in rising order: the bits depend
-// on nothing that stands beside.
+// softmax over the lanes position % 16 and then over the lanes, a value over positions in rising order: no bit depends
+// on what stands beside.
 //
-// A token sees the slots start .. prefix - 1, where slot = position, and then the slots of its own path, whose positions
-// follow. In a causal chunk the path is empty; in a tree the prefix is the committed text, which the nodes read together.
+// A token sees the slots start .. prefix - 1, where slot = position, and then its own path, whose positions follow. In
+// a causal chunk the path is empty; in a tree the prefix is the committed text, which the nodes read together.
 #pragma once
 #include <new>
 #include "products.h"
@@ -28,17 +28,12 @@ constexpr int MOST_QUERIES = 32, SLOTS = 16, MOST_SCORES = LANES == 16 ? 8 : LAN
 
 // Numbers of the cache.
 INLINE void write(float* p, float x) { *p = x; }
-INLINE void write(uint16_t* p, float x) {
-#if defined(__F16C__)
-  *p = _cvtss_sh(x, 0);
-#else
-  *p = to_half(x);
-#endif
-}
+INLINE void write(uint16_t* p, float x) { *p = to_half(x); }
 template <class T> constexpr float too_large() { return sizeof(T) == 2 ? 65520.f : INFINITY; }
 
+typedef const float* const* From; typedef float* const* To;  // rows
 template <int R, class T>
-APART void score_block(const T* key, const Model& m, const float* const* q, float* const* out) {
+APART void score_block(const T* key, const Model& m, From q, To out) {
   const float scale = m.attention_scale, cap = m.attention_cap;
   F s[R][STRIPS];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int h = 0; h < STRIPS; h++) s[r][h] = F{};
@@ -58,14 +53,13 @@ APART void score_block(const T* key, const Model& m, const float* const* q, floa
   }
 }
 template <int R, class T>  // R rows at a time, and fewer at the end
-static void score_rows(const T* key, const Model& m, int num, const float* const* q, float* const* out) {
+static void score_rows(const T* key, const Model& m, int num, From q, To out) {
   for (; num >= R; num -= R, q += R, out += R) score_block<R>(key, m, q, out);
   if constexpr (R > 1) score_rows<R - 1>(key, m, num, q, out);
 }
 // out [R, stride] += weights [R][num] times values [num, stride], C vectors of columns from column c on
 template <int R, int C, class T>
-APART void add_values(const T* value, long stride, int num, const float* const* weight, int first, float* const* out,
-    long c) {
+APART void add_values(const T* value, long stride, int num, From weight, int first, To out, long c) {
   F o[R][C];
   const float* w[R];
   UNROLL for (int r = 0; r < R; r++) {
@@ -84,8 +78,7 @@ APART void add_values(const T* value, long stride, int num, const float* const* 
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < C; i++) store(out[r] + c + i * LANES, o[r][i]);
 }
 template <int R, class T>
-static void add_rows(const T* value, long stride, int num, int rows, const float* const* weight, int first,
-    float* const* out) {
+static void add_rows(const T* value, long stride, int num, int rows, From weight, int first, To out) {
   constexpr int C = LANES == 16 ? 4 : 2;
   for (; rows >= R; rows -= R, weight += R, out += R) {
     long c = 0;
@@ -95,8 +88,7 @@ static void add_rows(const T* value, long stride, int num, int rows, const float
   if constexpr (R > 1) add_rows<R - 1>(value, stride, num, rows, weight, first, out);
 }
 template <class T>
-static void add_all_values(const T* value, long stride, int num, int rows, const float* const* weight,
-    float* const* out) {
+static void add_all_values(const T* value, long stride, int num, int rows, From weight, To out) {
   const int near = bigger<int>(SLOTS, 16384 / (stride * sizeof(T)));  // slots that stay in the first cache for all rows
   for (int j = 0; j < num; j += near)
     add_rows<LANES == 8 ? 6 : 4>(value + j * stride, stride, lesser(near, num - j), rows, weight, j, out);
@@ -155,8 +147,7 @@ static void attend(const Model& m, const Layer& layer, const T* keys, const T* v
     for (int h = 1; h < STRIPS; h++) total[0] += total[h];
     inverse[r] = 1.f / STEP::sum(total[0]);
   }
-  // Every sum runs over rising positions: what a token sees alone before the common slots, the common slots, the rest,
-  // the path.
+  // Sums run over rising positions: what a token sees alone, the common slots, the rest, the path.
   const int common = lesser(most_start, least_prefix);
   auto add = [&](int t, int position, int slot, int count) {
     for (int h = 0; h < heads; h++) weight[h] = score[t * heads + h] + position;

@@ -14,6 +14,13 @@ INLINE F apply(int activation, F x) {
     default: { const F y = greater(x, F{}); return y * y; }
   }
 }
+static void activate(int activation, const float* x, const float* factor, long size, float* y) {  // y may be x
+  for (long i = 0; i < size; i += LANES) {
+    F v = apply(activation, load_some<F>(x + i, size - i));
+    if (factor) v *= load_some<F>(factor + i, size - i);
+    if (size - i >= LANES) store(y + i, v); else memcpy(y + i, &v, 4 * (size - i));
+  }
+}
 static float sum_of(const float* x, int size, float minus, bool is_squared) {
   F s{}; int i = 0;
   for (; i + LANES <= size; i += LANES) { const F v = load(x + i) - minus; s = is_squared ? fma(v, v, s) : s + v; }
@@ -41,10 +48,9 @@ static void rotate(const Rotary& r, long position, float* x) {
 INLINE bool is_there(const Matrix& m) { return m.format >= 0; }
 INLINE bool rounds(const Matrix& m) { return is_there(m) && m.format >= Format::Q4_0 && m.is_rounded; }
 static bool are_finite(const float* x, long size) {
-  F none{}; long i = 0; float rest = 0;
-  for (; i + LANES <= size; i += LANES) none += load(x + i) * 0.f;
-  for (; i < size; i++) rest += x[i] * 0.f;
-  return sum(none) + rest == 0;
+  F none{};
+  for (long i = 0; i < size; i += LANES) none += load_some<F>(x + i, size - i) * 0.f;
+  return sum(none) == 0;
 }
 struct Work {  // of one call: activations of N tokens
   // Values for all: a constructor that runs at loading would be code of an instruction set that may be missing.
@@ -66,8 +72,8 @@ struct Work {  // of one call: activations of N tokens
   float* row(long n) const { return rows + n * stride; }
 };
 struct Range { int first, end; long from, to; };  // rows of one panel, and inputs
-// The work between two products: work(range) for ranges of whole groups of `size` that cover all rows and inputs. Where panels are
-// few, threads share the inputs of a panel, not its rows: two threads in the same lines of memory cost a fifth of a forward.
+// The work between two products: work(range) for ranges of whole groups of `size` that cover all rows and inputs. Where
+// panels are few, threads share a panel's inputs, not its rows: two threads in the same lines of memory cost a fifth.
 template <class W> static void share_ranges(Step& step, const Work& w, long inputs, int size, W work) {
   const int R = w.input.rows, panels = (w.N + R - 1) / R, groups = padded(inputs, size) / size;
   const int parts = lesser(groups, (pool.num_threads + panels - 1) / panels);
@@ -148,7 +154,7 @@ struct Call {
 
   template <class C> void prepare_heads(Step& step, const Layer& l, int layer) const {  // and keys and values
     const int dim = m.head_dim, wide = padded(dim, 16), H = m.num_heads, K = m.num_key_heads;
-    const bool is_whole = (l.query.kind != NO_NORM && l.query.size > dim) || (l.key.kind != NO_NORM && l.key.size > dim);
+    const bool is_whole = (l.query.kind && l.query.size > dim) || (l.key.kind && l.key.size > dim);
     share_ranges(step, work, H + K, is_whole ? H + K : 1, [&](const Range& r) {
       for (int n = r.first; n < r.end; n++) {
         const Token& t = token[n]; float *q = work.qkv + (long)n * (H + 2 * K) * dim, *k = q + (long)H * dim, *v = k + (long)K * dim;
@@ -174,7 +180,8 @@ struct Call {
     });
   }
   template <class C> void attention(Step& step, const Layer& l, int layer) const {
-    const int dim = m.head_dim, per_key = m.num_heads / m.num_key_heads; const long width = (long)(m.num_heads + 2 * m.num_key_heads) * dim;
+    const int per_key = m.num_heads / m.num_key_heads;
+    const long dim = m.head_dim, all = m.num_heads * dim, width = all + 2 * m.num_key_heads * dim;
     // Tokens and heads that read keys and values together: reading costs as much as four of them.
     const int tokens_of_row = (N + tokens.num_rows - 1) / tokens.num_rows;
     int most = 1, heads = 1;
@@ -188,30 +195,16 @@ struct Call {
     // Groups of neighbouring tokens of one row.
     const int groups = (N + most - 1) / most + tokens.num_rows;
     step.share(groups * m.num_key_heads * head_groups, 1, [&](int i) {
-      const int group = i / (m.num_key_heads * head_groups);
       const int h = i / head_groups % m.num_key_heads, part = i % head_groups;
-      int first = 0, count = 0, g = group;
-      for (int begin = 0; begin < N;) {  // group `g` of the rows in order
-        int end = begin; while (end < N && token[end].row == token[begin].row) end++;
-        const int here = (end - begin + most - 1) / most;
-        if (g < here) { first = begin + g * most; count = lesser(most, end - first); break; }
-        g -= here; begin = end;
-      }
-      if (count == 0) return;
+      int first = 0, end = 0, g = i / (m.num_key_heads * head_groups);
+      for (; g >= 0 && end < N; g--)
+        for (first = end; end < N && end - first < most && token[end].row == token[first].row;) end++;
+      if (g >= 0) return;
       const int from = h * per_key + part * heads, num = lesser(heads, per_key - part * heads);
-      attend(m, l, (const C*)cache.keys + key_block(layer, token[first].row, h) * dim, (const C*)cache.values + key_block(layer, token[first].row, h) * padded(dim, 16),
-             token + first, count, num, work.qkv + first * width + (long)from * dim, width, work.heads + (long)first * m.num_heads * dim + (long)from * dim, (long)m.num_heads * dim);
+      const long block = key_block(layer, token[first].row, h);
+      attend(m, l, (const C*)cache.keys + block * dim, (const C*)cache.values + block * padded(m.head_dim, 16), token + first,
+          end - first, num, work.qkv + first * width + from * dim, width, work.heads + first * all + from * dim, all);
     });
-  }
-  void activate(int n, const Range& r) const {
-    const long F_ = m.mlp_size; const float* u = work.up + n * F_ * (1 + m.has_gate); float* row = work.row(n);
-    for (long i = r.from; i < r.to; i += LANES) {
-      F a, b{}; const int left = (int)(r.to - i);
-      if (left >= LANES) { a = load(u + i); if (m.has_gate) b = load(u + F_ + i); }
-      else { a = F{}; for (int j = 0; j < left; j++) { a[j] = u[i + j]; if (m.has_gate) b[j] = u[F_ + i + j]; } }
-      const F y = m.has_gate ? apply(m.activation, a) * b : apply(m.activation, a);
-      if (left >= LANES) store(row + i, y); else for (int j = 0; j < left; j++) row[i + j] = y[j];
-    }
   }
   template <class C> void run(Step& step) const {
     Flush flush;
@@ -232,7 +225,10 @@ struct Call {
       settle(step, x, spare, &l.after_attention, -1, &l.before_mlp, l.up, 2);
       multiply(step, work, up, is_there(l.up[1]) ? 2 : 1, F_ * (1 + m.has_gate));
       share_ranges(step, work, F_, GROUP, [&](const Range& r) {
-        for (int n = r.first; n < r.end; n++) activate(n, r);
+        for (int n = r.first; n < r.end; n++) {
+          const float* u = work.up + n * F_ * (1 + m.has_gate) + r.from;
+          activate(m.activation, u, m.has_gate ? u + F_ : nullptr, r.to - r.from, work.row(n) + r.from);
+        }
         close(work, r, F_, &l.down, 1);
       });
       multiply(step, work, &down, 1, D);
@@ -266,24 +262,20 @@ static int forward(const Model& m, const Cache& cache, const Tokens& tokens, con
   const long H = (long)m.num_heads * m.head_dim;
   work.need(N, m.hidden_size, bigger(bigger((long)m.hidden_size, H), (long)m.mlp_size), H + 2l * m.num_key_heads * m.head_dim, H, (long)m.mlp_size * (1 + m.has_gate));
   Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work};
-  pool.run([](void* c, Step& step) { const Call& call = *(Call*)c; if (call.cache.is_half) call.run<uint16_t>(step); else call.run<float>(step); }, &call);
+  pool.run([&](Step& step) { if (cache.is_half) call.run<uint16_t>(step); else call.run<float>(step); });
   return work.status;
 }
 static Work product_work;
-struct ProductCall {
-  const Matrix& w; int N; const float* x; float* y;
-  void run(Step& step) const {
-    Flush flush; const Product product{&w, y};
-    input(step, product_work, x, w.inputs, w);
-    multiply(step, product_work, &product, 1, w.outputs);
-    step.share(N, 1, [&](int n) { if (!are_finite(y + (long)n * w.outputs, w.outputs)) product_work.fail(NOT_FINITE); });
-  }
-};
 static int multiply(const Matrix& w, int N, const float* x, float* y) {
   if (N == 0) return IS_DONE;
   product_work.need(N, 1, w.inputs, 1, 1, 1);
-  ProductCall call{w, N, x, y};
-  pool.run([](void* c, Step& step) { ((ProductCall*)c)->run(step); }, &call);
+  const Product product{&w, y}; const long outputs = w.outputs;
+  pool.run([&](Step& step) {
+    Flush flush;
+    input(step, product_work, x, w.inputs, w);
+    multiply(step, product_work, &product, 1, w.outputs);
+    step.share(N, 1, [&](int n) { if (!are_finite(y + n * outputs, outputs)) product_work.fail(NOT_FINITE); });
+  });
   return product_work.status;
 }
 static int unpack_rows(const Matrix& w, int num, const int64_t* row, float* out) {

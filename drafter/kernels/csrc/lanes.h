@@ -53,6 +53,10 @@ template <class T> INLINE constexpr T bigger(T a, T b) { return a < b ? b : a; }
 INLINE F load(const float* p) { return *(const AnyF*)p; }
 INLINE I load(const void* p) { return *(const AnyI*)p; }
 INLINE void store(float* p, F x) { *(AnyF*)p = x; }
+template <class V, class T> INLINE V load_some(const T* p, int64_t num, V v = V{}) {  // v: of the lanes behind the end
+  if (num * sizeof(T) >= sizeof(V)) memcpy(&v, p, sizeof(V)); else memcpy(&v, p, num * sizeof(T));
+  return v;
+}
 INLINE I all(int32_t x) { return I{} + x; }
 INLINE F bits(I x) { return (F)x; }
 INLINE F number(I x) { return __builtin_convertvector(x, F); }

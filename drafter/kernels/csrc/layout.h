@@ -22,7 +22,6 @@
 // of 16.
 #pragma once
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #if defined(__x86_64__)
@@ -14,10 +13,11 @@
 #include "pool.h"
 #include "tree.h"
 
+// Kernels that the compiler did not know have no address.
 namespace plain { extern const Kernels kernels; }
-namespace avx2 { extern const Kernels kernels; }
-namespace avx_vnni { extern const Kernels kernels; }
-namespace avx512 { extern const Kernels kernels; }
+namespace avx2 { extern const Kernels kernels __attribute__((weak)); }
+namespace avx_vnni { extern const Kernels kernels __attribute__((weak)); }
+namespace avx512 { extern const Kernels kernels __attribute__((weak)); }
 
 #if defined(__x86_64__)
 // A bit of CPUID: leaf, subleaf, register (0 = eax), bit. Compilers' own questions differ.
@@ -34,22 +34,18 @@ static bool keeps(unsigned registers) {  // the system saves these registers
 static bool has_avx2() { return keeps(6) && has(7, 0, 1, 5) && has(1, 0, 2, 12) && has(1, 0, 2, 29); }
 static bool has_avx_vnni() { return has_avx2() && has(7, 1, 0, 4); }
 static bool has_avx512() {
-  const bool has_rest = has(7, 0, 1, 16) && has(7, 0, 1, 17) && has(7, 0, 1, 30) && has(7, 0, 1, 31) && has(7, 0, 2, 11);
-  return has_avx2() && keeps(0xe6) && has_rest;
+  const bool rest = has(7, 0, 1, 16) && has(7, 0, 1, 17) && has(7, 0, 1, 30) && has(7, 0, 1, 31) && has(7, 0, 2, 11);
+  return has_avx2() && keeps(0xe6) && rest;
 }
 #endif
-struct Choice { const char* name; const Kernels* kernels; bool (*is_here)(); };
+struct Choice {
+  const char* name; const Kernels* kernels; bool (*runs)();
+  bool is_here() const { return kernels && runs(); }
+};
 static const Choice choices[] = {  // best first
 #if defined(__x86_64__)
-#ifndef WITHOUT_STEP_AVX512
-  {"avx512-vnni", &avx512::kernels, has_avx512},
-#endif
-#ifndef WITHOUT_STEP_AVX_VNNI
-  {"avx-vnni", &avx_vnni::kernels, has_avx_vnni},
-#endif
-#ifndef WITHOUT_STEP_AVX2
+  {"avx512-vnni", &avx512::kernels, has_avx512}, {"avx-vnni", &avx_vnni::kernels, has_avx_vnni},
   {"avx2", &avx2::kernels, has_avx2},
-#endif
 #endif
   {"plain", &plain::kernels, [] { return true; }},
 };
@@ -166,7 +162,7 @@ static void write_group(const Type& t, const Group& r, long g, int o, uint8_t* t
     const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
     for (int n = 0; n < width; n++) {
       uint32_t all = 0;
-      for (int j = n, to = 0; j < 8; j += width, to += width) all |= (words[j] >> from & mask) << to;  // a division takes 40 cycles
+      for (int j = n, to = 0; j < 8; j += width, to += width) all |= (words[j] >> from & mask) << to;  // no division: slow
       memcpy(section + 64 * n, &all, 4);
     }
   };
@@ -199,27 +195,21 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
   return r;
 }
 
-struct Packing {
-  int format, source, outputs, inputs; const uint8_t* const* rows; uint8_t* blocks;
-  void block(int number) const {
-    const int64_t bytes = block_bytes(format, inputs);
-    uint8_t* to = blocks + number * bytes;
-    memset(to, 0, bytes);
-    const int num = outputs - 16 * number < 16 ? outputs - 16 * number : 16;
-    const uint8_t* const* row = rows + 16 * number;
-    for (long k = 0; format <= F16 && k < inputs; k++)
-      for (int o = 0; o < num; o++) {
-        if (format == F32) { const float x = read_float(source, row[o], k); memcpy(to + 64 * k + 4 * o, &x, 4); continue; }
-        const uint16_t h = source == format ? half_at(row[o] + 2 * k) : to_bfloat16(read_float(source, row[o], k));
-        memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2);
-      }
-    for (long g = 0; format > F16 && g < (inputs + 31) / 32; g++)
-      for (int o = 0; o < num; o++) {
-        const Group r = source <= F16 ? round_group(source, row[o], g, inputs) : read_group(format, row[o], g);
-        write_group(types[format], r, g, o, to);
-      }
-  }
-};
+// A block of `num` rows that lie anywhere.
+static void pack_block(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
+  memset(to, 0, block_bytes(format, inputs));
+  for (long k = 0; format <= F16 && k < inputs; k++)
+    for (int o = 0; o < num; o++) {
+      if (format == F32) { float x = read_float(source, row[o], k); memcpy(to + 64 * k + 4 * o, &x, 4); continue; }
+      const uint16_t h = source == format ? half_at(row[o] + 2 * k) : to_bfloat16(read_float(source, row[o], k));
+      memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2);
+    }
+  for (long g = 0; format > F16 && g < (inputs + 31) / 32; g++)
+    for (int o = 0; o < num; o++) {
+      const Group r = source <= F16 ? round_group(source, row[o], g, inputs) : read_group(format, row[o], g);
+      write_group(types[format], r, g, o, to);
+    }
+}
 
 // Memory that nobody has written yet comes in pages of 2 MiB where it can: small pages cost a look-up for every 4 KiB.
 static void ask_for_huge_pages(void* start, int64_t bytes) {
@@ -236,23 +226,24 @@ static bool are_slots(const Cache& c, int64_t first_row, int num_rows, const int
   return are;
 }
 
-template <class T> static int move(const Model& m, const Cache& c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
-  const long dim = m.head_dim, wide = (dim + 15) / 16 * 16;
+template <class T>
+static int move(const Model& m, const Cache& c, int num_rows, int num, const int64_t* from, const int64_t* to) {
+  const long dim = m.head_dim, wide = (dim + 15) / 16 * 16, layer = (long)m.num_key_heads * c.num_rows;
   std::vector<T> held(num * (dim + wide));
-  for (int b = 0; b < num_rows; b++) {
-    const int64_t *from = source + (long)b * num, *to = destination + (long)b * num;
-    for (long i = 0; i < (long)m.num_layers * m.num_key_heads; i++) {
-      const long first = ((i / m.num_key_heads * c.num_rows + b) * m.num_key_heads + i % m.num_key_heads) * c.num_slots;
-      T *keys = (T*)c.keys + first * dim, *values = (T*)c.values + first * wide;
+  for (long i = 0; i < m.num_layers * layer; i++) {  // the key heads of a row of a layer
+    const long row = i % layer / m.num_key_heads;
+    T *keys = (T*)c.keys + i * c.num_slots * dim, *values = (T*)c.values + i * c.num_slots * wide;
+    auto copy = [&](const int64_t* slot, bool reads) {
       for (int l = 0; l < num; l++) {
-        for (long d = 0; d < dim; d++) held[l * dim + d] = keys[from[l] / 16 * 16 * dim + 16 * d + from[l] % 16];
-        memcpy(&held[num * dim + l * wide], values + from[l] * wide, sizeof(T) * wide);
+        T *key = keys + slot[l] / 16 * 16 * dim + slot[l] % 16, *value = values + slot[l] * wide;
+        T* own = &held[l * (dim + wide)];
+        for (long d = 0; d < dim; d++) (reads ? own[d] : key[16 * d]) = reads ? key[16 * d] : own[d];
+        memcpy(reads ? own + dim : value, reads ? value : own + dim, sizeof(T) * wide);
       }
-      for (int l = 0; l < num; l++) {
-        for (long d = 0; d < dim; d++) keys[to[l] / 16 * 16 * dim + 16 * d + to[l] % 16] = held[l * dim + d];
-        memcpy(values + to[l] * wide, &held[num * dim + l * wide], sizeof(T) * wide);
-      }
-    }
+    };
+    if (row >= num_rows) continue;
+    copy(from + row * num, true);
+    copy(to + row * num, false);
   }
   return IS_DONE;
 }
@@ -261,7 +252,7 @@ template <class W> static int alone(W work) {
   std::lock_guard<std::mutex> lock(mutex);
   try { return work(); } catch (const std::bad_alloc&) { return NO_MEMORY; }
 }
-static void give_back_all(bool is_lost) { for (const Choice& c : choices) if (c.is_here()) c.kernels->give_back(is_lost); }
+static void give_back_all(bool is_lost) { for (auto& c : choices) if (c.is_here()) c.kernels->give_back(is_lost); }
 static void begin_again() { new (&mutex) std::mutex; pool.begin_again(); give_back_all(true); }
 static const int registered = pthread_atfork(nullptr, nullptr, begin_again);
 
@@ -276,8 +267,11 @@ void set_num_threads(int n) { std::lock_guard<std::mutex> lock(mutex); pool.set_
 int64_t matrix_bytes(int format, int outputs, int inputs) { return (outputs + 15) / 16 * block_bytes(format, inputs); }
 int pack(int format, int source, int outputs, int inputs, const void* const* rows, void* blocks) {
   ask_for_huge_pages(blocks, matrix_bytes(format, outputs, inputs));
-  Packing packing{format, source, outputs, inputs, (const uint8_t* const*)rows, (uint8_t*)blocks};
-  return alone([&] { pool.share((outputs + 15) / 16, [&](int i) { packing.block(i); }); return IS_DONE; });
+  auto work = [&](int i) {
+    uint8_t* to = (uint8_t*)blocks + i * block_bytes(format, inputs);
+    pack_block(format, source, std::min(16, outputs - 16 * i), inputs, (const uint8_t* const*)rows + 16 * i, to);
+  };
+  return alone([&] { pool.share((outputs + 15) / 16, work); return IS_DONE; });
 }
 int unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) {
   return chosen->kernels->unpack_rows(*m, num, row, out);
@@ -285,18 +279,20 @@ int unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) {
 int multiply(const Matrix* m, int num_rows, const float* x, float* y) {
   return alone([&] { return chosen->kernels->multiply(*m, num_rows, x, y); });
 }
-int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states, const int32_t* layers, float* states) {
+int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedding, float* hidden, int num_states,
+    const int32_t* layers, float* states) {
   const long num = (long)t->num_rows * t->num_tokens;
   if (!are_slots(*c, t->first_row, t->num_rows, t->slot, num)) return OUTSIDE;
-  for (long i = 0; i < num; i++) if ((t->position[i] < 0 || t->position[i] > t->slot[i]) && t->slot[i] != c->spare_slot) return OUTSIDE;
+  for (long i = 0; i < num; i++)
+    if ((t->position[i] < 0 || t->position[i] > t->slot[i]) && t->slot[i] != c->spare_slot) return OUTSIDE;
   return alone([&] { return chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states); });
 }
 int search(const Drafter* d, const Search* s) { return alone([&] { return chosen->kernels->search(*d, *s), IS_DONE; }); }
 int noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
   return alone([&] { chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out); return IS_DONE; });
 }
-int pick(int B, int N, int64_t V, const float* logits, const Sampling* sampling, const int64_t* position, int64_t* out) {
-  return alone([&] { chosen->kernels->pick(B, N, V, logits, sampling, position, out); return IS_DONE; });
+int pick(int B, int N, int64_t V, const float* logits, const Sampling* s, const int64_t* position, int64_t* out) {
+  return alone([&] { chosen->kernels->pick(B, N, V, logits, s, position, out); return IS_DONE; });
 }
 int pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
                 int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {
@@ -310,9 +306,10 @@ void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t*
   for (long b = 0; b < B; b++)
     accept_row(N, L, {token + b * N, parent + b * N, nullptr, is_node + b * N}, pick + b * N, path + b * (L + 1), num_accepted + b, bonus + b);
 }
-int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* source, const int64_t* destination) {
+int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* from, const int64_t* to) {
   const long all = (long)num_rows * num;
-  if (!are_slots(*c, 0, num_rows, source, all) || !are_slots(*c, 0, num_rows, destination, all)) return OUTSIDE;
-  return alone([&] { return c->is_half ? move<uint16_t>(*m, *c, num_rows, num, source, destination) : move<float>(*m, *c, num_rows, num, source, destination); });
+  if (!are_slots(*c, 0, num_rows, from, all) || !are_slots(*c, 0, num_rows, to, all)) return OUTSIDE;
+  const auto work = c->is_half ? move<uint16_t> : move<float>;
+  return alone([&] { return work(*m, *c, num_rows, num, from, to); });
 }
 }

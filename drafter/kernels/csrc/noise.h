@@ -41,10 +41,6 @@ INLINE D logarithm(D x) {
   UNROLL for (int n = 15; n > 0; n -= 4) { even = even * zz + 2. / n; if (n > 3) odd = odd * zz + 2. / (n - 2); }
   return e * HIGH + (f - (s * (f - (even + odd * z) * z) - e * LOW));
 }
-template <class V, class T> INLINE V load_some(const T* p, int64_t num, V v = V{}) {  // v: of the lanes behind the end
-  if (num * sizeof(T) >= sizeof(V)) memcpy(&v, p, sizeof(V)); else memcpy(&v, p, num * sizeof(T));
-  return v;
-}
 // Noise of listed tokens, or of tokens from `first` on. Three short loops: in one, too few numbers would be under way
 // at a time.
 static void gumbel(uint64_t start, const int64_t* token, int64_t first, int num, float* out) {

@@ -23,6 +23,7 @@ struct Pool {
 
   void set_num_threads(int n);
   void run(void (*work)(void*, Step&), void* argument);  // returns when all is done; std::bad_alloc from any thread
+  template <class W> void run(const W& work) { run([](void* w, Step& step) { (*(const W*)w)(step); }, (void*)&work); }
   void begin_again();  // in a forked child
   template <class W> void share(int n, W work);  // a job of one part: work(i) for i in 0 .. n - 1
   static void pause(int& spins);  // of a loop that waits for another thread
@@ -43,6 +44,5 @@ struct Step {  // one thread's way through the parts of a job; first they are co
   }
 };
 template <class W> void Pool::share(int n, W work) {
-  struct Job { int n; W& work; } job{n, work};
-  if (n == 1) work(0); else run([](void* j, Step& step) { step.share(((Job*)j)->n, 1, ((Job*)j)->work); }, &job);
+  if (n == 1) work(0); else run([&](Step& step) { step.share(n, 1, work); });
 }

@@ -4,7 +4,9 @@
 #include "lanes.h"
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-#define ADDS_PAIRS  // products of bytes are added in pairs, to 16 bits
+#define ADDS_PAIRS true  // products of bytes are added in pairs, to 16 bits
+#else
+#define ADDS_PAIRS false
 #endif
 namespace STEP {
 constexpr int GROUP = 32;
@@ -24,16 +26,12 @@ struct Rows {
   long stride;        // inputs of a row, a multiple of 32
   int rows;
   Rows panel(long p) const {
-    const long groups = p * stride / 32 * rows;
-    return {x + p * stride * rows, q + 8 * groups, scale + groups, sum + groups, minus + 3 * groups, pairs + 2 * groups, stride, rows};
+    const long g = p * stride / 32 * rows;
+    return {x + 32 * g, q + 8 * g, scale + g, sum + g, minus + 3 * g, pairs + 2 * g, stride, rows};
   }
 };
 constexpr bool is_panel(int rows) { return rows <= 4 || rows == 6 || rows == 8 || rows == 12; }
-#if defined(ADDS_PAIRS)
-constexpr int MOST_ROWS = 4;  // registers hold no more sums of pairs
-#else
-constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;
-#endif
+constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 && !ADDS_PAIRS ? 6 : 4;
 static int panel_rows(int N) {  // the rows that one template computes
   const int parts = (N + MOST_ROWS - 1) / MOST_ROWS;
   int best = LANES == 8 ? MOST_ROWS : (N + parts - 1) / parts;
@@ -66,7 +64,7 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
       }
       total[h] = sum((I)n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
     }
-#if defined(ADDS_PAIRS)
+#if ADDS_PAIRS
     UNROLL for (int h = 0; h < 2; h++) {
       __m128i n = _mm_maddubs_epi16(_mm_set1_epi8(32), _mm_loadu_si128((const __m128i*)words + h));
       n = _mm_add_epi16(n, _mm_shuffle_epi32(n, 0x4e)); n = _mm_add_epi16(n, _mm_shuffle_epi32(n, 0xb1));
@@ -185,7 +183,7 @@ template <Format FORMAT> struct In {
         sum[r] = fma(number(n), scale * x_r, sum[r]);
         if (T.has_offset) sum[r] = fma(offset, all(SCALES == 2 ? x_r * -(float)minus[r] : x.sum[g * M + r]), sum[r]);
       };
-#if defined(ADDS_PAIRS)
+#if ADDS_PAIRS
       const __m256i ones = _mm256_set1_epi16(1);
       if constexpr (MOST == 255) {  // signed: pairs of products of 8 bits fill 16 bits
         I n[M]{};

@@ -1,11 +1,11 @@
-// The kernels of one instruction set, whose namespace the compiler is told as STEP, with the beam search of the recurrent
-// drafter, copies from the text included: drafter/proposers/beam.py in one call.
+// The kernels of one instruction set, in the namespace STEP that the compiler is told. Here: the beam search of the
+// recurrent drafter, copies from the text included, drafter/proposers/beam.py in one call.
 #include "forward.h"
 #include "noise.h"
 
 namespace STEP {
 struct Best { float value[MOST_BEAMS]; int index[MOST_BEAMS]; };
-// The W largest of R numbers, the largest first; places without a number stay -inf. A number that is none is never among them.
+// The W largest of R numbers, the largest first; what is no number is none of them. Places without one stay -inf.
 static void find_best(const float* v, int R, int W, Best& best) {
   for (int w = 0; w < W; w++) { best.value[w] = -INFINITY; best.index[w] = 0; }
   each_above(v, R, best.value[W - 1], [&](int64_t k) {
@@ -60,7 +60,7 @@ struct Matches {
   }
 };
 struct Beam { int64_t token, named; float total, named_value; Best best; };
-// Live beams before and after a step, side by side: beam w of row b is number b * each + w, with one beam each before the first step.
+// Live beams before and after a step: beam w of row b is number b * each + w, one of each row before the first step.
 struct Side { Beam* beams; float* states; uint8_t* lengths; };
 struct SearchCall {
   const Drafter& d; const Search& s; Side sides[2]; float *streams, *logits, *noise; long most_text; const Work *first, *later;
@@ -86,12 +86,6 @@ struct SearchCall {
     }
     close(w, r, 2 * D, consumer, 1);
   }
-  static void silu(const float* x, long size, float* y) {
-    for (long i = 0; i < size; i += LANES) {
-      const F v = apply(SILU, load_some<F>(x + i, size - i));
-      if (size - i >= LANES) store(y + i, v); else memcpy(y + i, &v, 4 * (size - i));
-    }
-  }
   const Matrix* reader(int block) const {
     if (block < d.num_blocks) return d.down ? d.down + block : d.blocks + block;
     return is_there(d.head) ? &d.head : &d.rows;
@@ -111,7 +105,7 @@ struct SearchCall {
       for (int n = r.first; n < r.end; n++) {
         float *x = streams + (long)n * E, *state = side.states + (long)n * D + behind - D; const float* h = s.hidden + (long)(n / each) * D;
         for (long i = r.from; i < lesser<long>(D, r.to); i++) x[i] = h[i];
-        if (num > 0) { silu(w.y + (long)n * D + behind - D, num, state); memcpy(x + behind, state, 4 * num); }
+        if (num > 0) { activate(SILU, w.y + (long)n * D + behind - D, nullptr, num, state); memcpy(x + behind, state, 4 * num); }
       }
       close_stream(w, r, reader(0));
     });
@@ -121,7 +115,7 @@ struct SearchCall {
       share_ranges(step, w, E, GROUP, [&](const Range& r) {
         for (int n = r.first; n < r.end; n++) {
           float *y = w.y + (long)n * E, *x = streams + (long)n * E;
-          silu(y + r.from, r.to - r.from, y + r.from);
+          activate(SILU, y + r.from, nullptr, r.to - r.from, y + r.from);
           for (long k = r.from; k < r.to; k++) x[k] += y[k];
         }
         close_stream(w, r, reader(b + 1));
@@ -241,7 +235,7 @@ static void search(const Drafter& d, const Search& s) {
   SearchCall call{d, s, {}, memory[0].need(N * 2 * D), memory[1].need(N * d.num_tokens), s.sampling ? memory[8].need((long)s.num_rows * d.num_tokens) : nullptr, most_text, &first, &later};
   for (int i = 0; i < 2; i++)
     call.sides[i] = {(Beam*)memory[2 + 3 * i].need(N * sizeof(Beam) / 4), memory[3 + 3 * i].need(N * D), (uint8_t*)memory[4 + 3 * i].need(N * most_text / 4 + 1)};
-  pool.run([](void* c, Step& step) { ((SearchCall*)c)->run(step); }, &call);
+  pool.run([&](Step& step) { call.run(step); });
 }
 static void give_back(bool is_lost) {  // the memory of all calls, which a forked child cannot trust
   if (is_lost) return (void)(new (&work) Work, new (&product_work) Work, new (&first) Work, new (&later) Work, new (search_memory) Memory[9], new (&token_memory) Memory, new (&path_memory) Memory);
