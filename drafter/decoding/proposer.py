@@ -50,6 +50,7 @@ class Proposer:
     context_layers: tuple[int, ...] = ()  # of the target, whose hidden states are the contexts; empty: the final one
     reads_every_token: bool = False  # the engine calls :meth:`admit` before a step for the tokens that are not read
     least_score: float = -math.inf  # nodes below are left out on a CPU, where a smaller tree costs less
+    node_cost: float = 0.0  # plain steps that a node costs, in all rows: so large a share of them must need the node
 
     def __init__(self, level_sizes: Sequence[int], num_nodes: int | None = None) -> None:
         self.level_sizes = tuple(level_sizes)
@@ -72,7 +73,9 @@ class Proposer:
         num_nodes = self.num_nodes
         if score_BM.device.type == "cpu":
             is_worth_BM = (score_BM > self.least_score) & rows.is_active_B[:, None]
-            num_nodes = min(num_nodes, 1 + int(is_worth_BM.sum(dim=1).max()))
+            most_B = is_worth_BM.sum(dim=1).sort(descending=True).values
+            num_sharing = math.ceil(self.node_cost * int(rows.is_active_B.sum()))
+            num_nodes = min(num_nodes, 1 + int(most_B[max(num_sharing, 1) - 1]))
         found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, num_nodes)
         return found._replace(has_failed_B=has_failed_B)
 

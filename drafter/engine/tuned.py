@@ -34,6 +34,7 @@ _GAIN_TO_SWITCH = 1.02  # speed-up for which the present tree is replaced
 _TRIAL_STEPS = 3  # steps of a trial of a tree
 _TRIAL_COST = 0.003  # of the time, for the trials of each tree
 _LEAST_LOSS = 0.05  # a tree that is nearly as fast as the best is tried as if it lost so much
+_MOST_LOSS = 1.0  # a tree that loses more has no further step in its trial
 _TIMES = 2 * _TRIAL_STEPS  # durations of a tree whose median counts
 _MOST_ROWS = 8  # of more rows no tree is tried
 _PAUSE = 12  # steps between two trials, after which a start is over; a short answer pays for few trials
@@ -203,11 +204,11 @@ class Sizer:
     A tree whose drafts are rejected gives way to smaller ones, copies alone and plain decoding. Its kind slowly forgets
     the low acceptance, until a tree is the fastest again for a few steps.
 
-    **Trials** come where measuring is cheap. The first tree of each kind and plain decoding are tried for a few steps
-    each, and the fastest goes on. Another tree is tried first where the next larger or smaller tree of its kind is the
-    fastest; a tree that was tried is tried again, a slow one more seldom than a fast one, so that its trials cost at
-    most ``_TRIAL_COST`` of the time. Trials keep a distance. ``tries`` maps each tree, plain decoding included, to the
-    tokens per step of usual drafts. ``used`` counts the steps of each tree since the last look.
+    **Trials** come where measuring is cheap. The first tree of each kind and plain decoding, which comes first for many
+    rows, are tried for a few steps each, and the fastest goes on. Another tree is tried first where the next larger or
+    smaller tree of its kind is the fastest; a tree that was tried is tried again, a slow one more seldom than a fast
+    one, so that its trials cost at most ``_TRIAL_COST`` of the time. Trials keep a distance. ``tries``: tokens per step
+    of usual drafts by tree, plain decoding included. ``used``: steps of each tree since the last look.
     """
 
     def __init__(self, plans: Sequence[RowPlan] = (), tries: Mapping[Tree, float] | None = None) -> None:
@@ -241,7 +242,7 @@ class Sizer:
         self._is_live = bool(self._tries) and num_rows <= _MOST_ROWS
         rows = bucket(num_rows) if self._is_live else next((each for each in self._table if each >= num_rows), 0)
         is_same, self._rows = rows == self._rows, rows
-        self._num_left = self._num_left - 1 if is_same else 0
+        self._num_left = self._num_left - 1 if is_same and self.loss(self._present.tree) < _MOST_LOSS else 0
         self._num_steps += 1
         if self._is_live and rows not in self._times:
             self._start(rows, num_rows)
@@ -275,11 +276,9 @@ class Sizer:
             self._seen[tree.is_copies].add(sum(num_accepted), expected, len(num_accepted))
 
     def loss(self, tree: Tree) -> float:
-        """Time lost by a tree against the fastest one, as a share of the latter's; 0 before all kinds are measured."""
+        """Time lost by a tree against the fastest one, as a share of the latter's; 0 before the tree is measured."""
         choices = self._table.get(self._rows, {})
-        if tree not in choices or len(choices) < self._num_kinds:
-            return 0.0
-        return max(map(self._rate, choices.values())) / self._rate(choices[tree]) - 1
+        return max(map(self._rate, choices.values())) / self._rate(choices[tree]) - 1 if tree in choices else 0.0
 
     def _fastest(self) -> MeasuredTree:
         choices = self._table.get(self._rows)
@@ -350,9 +349,9 @@ class Sizer:
             return None
         if len(choices) < self._num_kinds:
             kinds = {tree.kind for tree in choices}
-            return next(tree for tree in self._tries if tree.kind not in kinds)
-        rates = {tree: self._rate(choice) for tree, choice in choices.items()}
-        best = max(rates, key=rates.__getitem__)
+            first = [PLAIN] if self._rows > 2 else []  # drafts of many rows may take several times as long
+            return next(tree for tree in (*first, *self._tries) if tree.kind not in kinds)
+        best = min(choices, key=self.loss)
         for is_copies in (False, True):
             own = [tree for tree in self._tries if tree.is_plain or tree.is_copies == is_copies]
             own.sort(key=attrgetter("tree_size"))
@@ -360,8 +359,8 @@ class Sizer:
                 for tree in own[max(own.index(best) - 1, 0) : own.index(best) + 2]:
                     if tree not in choices:
                         return tree
-        for tree, rate in rates.items():
-            loss = max(rates[best] / rate - 1, _LEAST_LOSS)
+        for tree in choices:
+            loss = max(self.loss(tree), _LEAST_LOSS)
             if self._num_steps - times.used[tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
                 return tree
         return None

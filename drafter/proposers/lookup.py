@@ -120,7 +120,8 @@ class LookupProposer(Proposer):
         self._odds_X = torch.tensor(_ODDS, device=device)
 
     def expect_cost(self, plain_steps: float) -> None:
-        least = max(self._least_probability, min(plain_steps, 1.0))
+        self.node_cost = min(plain_steps, 1.0)
+        least = max(self._least_probability, self.node_cost)
         self.least_score = math.log(least) if least else -math.inf
 
     def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList:

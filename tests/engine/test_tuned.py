@@ -243,6 +243,15 @@ def test_an_edit_is_about_as_fast_as_with_copies_alone(plans: tuple[RowPlan, ...
     assert seconds(Sizer(plans, trees_to_try(EIGHT, copying=True, is_drafter=True))) < 1.1 * alone
 
 
+def test_many_rows_begin_with_plain_decoding_and_a_trial_that_loses_by_far_ends_at_its_first_step() -> None:
+    sizer, seen = Sizer(tries=tuned.LIVE_TREES), []
+    for _ in range(80):
+        seen.append(tree := sizer.choose(8))
+        sizer.observe([0] * 8, 1 + 0.8 * (tree.tree_size - 1), tree.tree_size)
+    assert set(seen[:12]) == {PLAIN} and EIGHT not in seen
+    assert Counter(seen)[FOUR] == 1 and Counter(seen)[PLAIN] > 70
+
+
 def test_copies_wait_for_something_to_copy_at_the_cost_of_plain_decoding() -> None:
     """A tree without copies is a plain step, so that vain steps are no reason to stop looking; vain copies are."""
     sizer, seen = Sizer(tries=tuned.LIVE_COPIES), []

@@ -106,3 +106,7 @@ def test_nodes_that_cost_more_than_they_bring_are_left_out() -> None:
             proposer.propose(rows_of([text]), None).token_BN.shape[1] for text in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])
         ]
     assert sizes == {0.0: [4, 4], 0.3: [3, 2], 0.5: [2, 1], 1.0: [1, 1]}
+    copying, other = [1, 2, 3, 1, 2], [1, 2, 3, 4, 5]
+    proposer.expect_cost(0.3)  # all four rows pay for a node
+    for texts, num_nodes in (([copying, other, other, other], 1), ([copying, copying, other, other], 3)):
+        assert proposer.propose(rows_of(texts), None).token_BN.shape[1] == num_nodes
