@@ -20,7 +20,7 @@ from drafter.targets.target import Target
 _MOST_CHARS = 1 << 18  # of a text
 _MOST_SECONDS = 0.4  # of processor time, for the trial
 _NUM_KEPT = 64  # compiled texts
-_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # What the parts of a schema may say; llguidance refuses some of them by name, and takes unknown ones as comments.
 _OF_ONE = {"items", "additionalProperties"}
 _OF_MANY = {"anyOf", "oneOf", "allOf", "prefixItems"}
@@ -117,16 +117,20 @@ def _grammar_of(kind: str, text: str) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in json.loads(text)))
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(any_to_lark(text))
+    return LLMatcher.grammar_from_json_schema(checked_schema(text))
+
+
+def checked_schema(text: str) -> str:
+    """A JSON schema in llguidance's form (ValueError: a part that nobody knows, or another form)."""
     try:
         schema = json.loads(text)
         if not isinstance(schema, dict):
             raise ValueError(f"a schema is an object, not {text[:50]!r}")
-        unknown = next(_unknown_parts(schema), None)
+        if (unknown := next(_unknown_parts(schema), None)) is not None:
+            raise ValueError(f"the schema's {unknown!r} is not supported")
+        return json.dumps(schema | {"x-guidance": _SPACING})
     except RecursionError as error:
         raise ValueError("the schema is nested too deeply") from error
-    if unknown is not None:
-        raise ValueError(f"the schema's {unknown!r} is not supported")
-    return LLMatcher.grammar_from_json_schema(text, overrides=_SPACING)
 
 
 def _unknown_parts(schema: Any) -> Iterator[str]:

@@ -42,7 +42,11 @@ def read(text: str, *, marks: bool, sizes: tuple[int, ...]) -> tuple[str, list[t
         (True, f"First.\n{HERMES.format(*ADD)}\n{HERMES.format(*NOW)}", "First.", [ADD, NOW]),
         (True, f"{HERMES.format(*NOW)} Done, I think.", " Done, I think.", [NOW]),
         (True, '<tool_call>{"arguments": {"a": 2}, "name": "add"}</tool_call>', "", [("add", '{"a": 2}')]),
+        (True, '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [NOW]),  # as a text
         (True, '<tool_call>{"name": "now", "arguments": {}}', "", [NOW]),  # cut before the mark
+        (True, 'Look:\n```json\n{\n  "name": "now",\n  "arguments": {}\n}\n```\n', "Look:", [NOW]),  # a fence
+        (True, f'```\n{{"name": "now", "arguments": {{}}}}\n{{"name": "add", "arguments": {ADD[1]}}}\n```', "",
+         [NOW, ADD]),
         (True, '<tool_call>\n{"name": "add", "arguments": {"a": ', "", [("add", '{"a": ')]),  # cut within
         (False, '{"name": "add", "parameters": {"a": 1, "b": "}\\"{"}}', "", [ADD]),
         (False, ' [{"name": "now", "arguments": {}}, {"name": "add", "arguments": {"a": 1}}]', "",
@@ -50,7 +54,8 @@ def read(text: str, *, marks: bool, sizes: tuple[int, ...]) -> tuple[str, list[t
         # No calls: other names, other objects, marks in prose, a list.
         *((marks, text, text, []) for marks, text in (
             (True, "Use \n<tool_call> to call, a < b, x <tool"), (True, HERMES.format("other", "{}")),
-            (True, "<tool_call>{oops}</tool_call>\n"), (False, '{"name": "other", "parameters": {}}'),
+            (True, "<tool_call>{oops}</tool_call>\n"),
+            (True, '```json\n{"a": 1}\n``` and `x`, ```\nprint()\n```'), (False, '{"name": "other", "parameters": {}}'),
             (False, '{"colour": "red"} and more'), (False, '[1, 2] is a list'), (False, 'Say {"name": "now"}'),
             (False, '{"name": "add"'), (True, ""), (False, " \n"),
             (True, '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'),
@@ -93,8 +98,9 @@ def test_a_required_call_has_the_schema_of_its_function(
 ) -> None:
     monkeypatch.setattr(live.server, "_template", template)
     monkeypatch.setattr(live.server, "_has_marks", has_marks(template))
-    properties = {"n": {"enum": [1, 22]}, "is_on": {"type": "boolean"}}
-    schema = {"type": "object", "properties": properties, "required": ["n", "is_on"], "additionalProperties": False}
+    properties = {"n": {"$ref": "#/$defs/number"}, "is_on": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["n", "is_on"], "additionalProperties": False,
+              "$defs": {"number": {"enum": [1, 22]}}}  # fmt: skip
     tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "now")]
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": tools, "seed": 1}
     create = live.client.chat.completions.create
@@ -110,6 +116,7 @@ def test_a_required_call_has_the_schema_of_its_function(
         assert "".join(part.function.arguments for part in parts) == call.function.arguments
         assert last.choices[0].finish_reason == "tool_calls"
     with live.http() as http:
-        odd = [{"type": "function", "function": {"name": "add", "parameters": {"type": "oops"}}}]
-        answer = http.post("/v1/chat/completions", json=body | {"tools": odd, "tool_choice": "required"})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        for odd in ({"type": "oops"}, {"minlength": 3}):
+            given = [{"type": "function", "function": {"name": "add", "parameters": odd}}]
+            answer = http.post("/v1/chat/completions", json=body | {"tools": given, "tool_choice": "required"})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
