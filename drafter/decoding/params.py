@@ -13,13 +13,6 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # what an answer must look like; a request has one at most
 
 
-class TokenBias(dict[int, float]):
-    """Numbers by token id, which nobody changes, so that parameters can be keys."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-
 @dataclass(frozen=True)
 class SamplingSettings(Checked):
     """Length and sampling of answers.
@@ -70,7 +63,9 @@ class SamplingParams(SamplingSettings):
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
-    logit_bias: dict[int, float] = field(default_factory=TokenBias, metadata={"range": Range(low=-100.0, high=100.0)})
+    logit_bias: dict[int, float] = field(
+        default_factory=dict, hash=False, metadata={"range": Range(low=-100.0, high=100.0)}
+    )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         if "max_tokens" in given:
@@ -119,10 +114,10 @@ class SamplingParams(SamplingSettings):
         return (self.seed + 2**63) % 2**64 - 2**63
 
 
-def _token_bias(given: object) -> TokenBias:
+def _token_bias(given: object) -> dict[int, float]:
     """The bias of each token, whose range is still unknown (ValueError: another form, or too many)."""
     if not isinstance(given, Mapping) or not all(type(token) is int and token >= 0 for token in given):
         raise ValueError(f"logit_bias is {given!r} but must be numbers by token id")
     if len(given) > MAX_BIASED:
         raise ValueError(f"logit_bias has {len(given)} tokens but may have {MAX_BIASED}")
-    return TokenBias(given)
+    return dict(given)

@@ -1,10 +1,10 @@
 """A request: the forms of its prompt, its tokens, its text while tokens come, its end, its results. No torch here."""
 
 import time
-from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -179,20 +179,11 @@ class Request:
 
     @property
     def num_predicted(self) -> int:
-        """Accepted draft tokens that stand in the prediction, each place of the prediction counted once."""
-        text, tokens, place, number = self.options.prediction_ids, self.token_ids, 0, 0
-        behind = defaultdict[tuple[int, int], list[int]](list)  # the places behind each pair of tokens
-        for at in range(1, len(text)):
-            behind[text[at - 1], text[at]].append(at + 1)
-        is_drafted = (flag for accepted in self.num_accepted for flag in (*[True] * accepted, False))
-        for at, flag in zip(range(len(tokens)), is_drafted, strict=False):
-            if place < len(text) and text[place] == tokens[at]:
-                place, number = place + 1, number + flag
-            elif at and (later := behind.get((tokens[at - 1], tokens[at]))):
-                found = bisect_right(later, place)
-                if found < len(later):
-                    place, number = later[found], number + flag
-        return number
+        """Accepted draft tokens that follow the same token in the prediction, each place of which counts once."""
+        places = Counter(pairwise(self.options.prediction_ids))
+        drafted = [flag for accepted in self.num_accepted for flag in (*[True] * accepted, False)]
+        found = Counter(pair for pair, flag in zip(pairwise(self.token_ids), drafted[1:], strict=False) if flag)
+        return (places & found).total()
 
     @property
     def is_finished(self) -> bool:

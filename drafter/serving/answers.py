@@ -78,6 +78,7 @@ class Answer:
         self.choices = [Choice(self, index, request) for index, request in enumerate(requests)]
         self.arrived = time.perf_counter()
         self._entries: asyncio.Queue[dict[str, Any] | ApiError] = asyncio.Queue()
+        self.put = self._entries.put_nowait  # an entry, or the error that ends the answer
         is_chat = isinstance(body, ChatRequest)
         self._envelope = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -86,10 +87,6 @@ class Answer:
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
-
-    def put(self, entry: dict[str, Any] | ApiError) -> None:
-        """Add an entry to the queue, or the error that ends the answer."""
-        self._entries.put_nowait(entry)
 
     async def entries(self) -> AsyncIterator[dict[str, Any]]:
         """The entries of all texts until the last text ends (ApiError: one failed, and the others are given up)."""

@@ -179,7 +179,10 @@ class Server:
             async with asyncio.timeout_at(deadline):
                 with self.worker.hold(len(asked) * body.n):
                     prompts = await _while_client_waits(request, self._encode(asked))
-                    predicted = await _while_client_waits(request, self.encoder.encode_prediction(body.predicted))
+                    predicted: list[int] = []
+                    if body.predicted:
+                        encoding = self.encoder.encode((body.predicted,), "prediction")
+                        predicted = await _while_client_waits(request, encoding)
         except TimeoutError:
             raise late from None
         requests = self._requests(body, await self._params(body, ends), prompts, predicted)
@@ -211,7 +214,8 @@ class Server:
         try:
             params = body.params(self.max_length)
             if isinstance(body, ChatRequest) and body.must_call:
-                params = replace(params, **structure_of_call(body.callable_tools, self._template, self._vocabulary))
+                form = partial(structure_of_call, body.callable_tools, self._template, self._vocabulary)
+                params = replace(params, **await self._in_order(form))
             if params.structure is not None:
                 await asyncio.to_thread(self.worker.engine.grammars.guide, params)
         except ValueError as error:
@@ -246,15 +250,11 @@ class Server:
 
     async def models(self) -> dict[str, Any]:
         """The one model, with the digest of the drafter in use."""
-        return {"object": "list", "data": [self._current_card]}
+        return {"object": "list", "data": [await self.card(self.model.name)]}
 
     async def card(self, name: str) -> dict[str, Any]:
         """The model of this name."""
         self._check_name(name)
-        return self._current_card
-
-    @property
-    def _current_card(self) -> dict[str, Any]:
         return self._card | {"drafter": None if self.follower is None else self.follower.digest}
 
     def _check_name(self, name: str) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, Field, StrictInt, StrictStr, model_validator
 
 from drafter.serving.answers import Answer, Choice
 from drafter.serving.protocol import MAX_CHOICES, Generation, Text, refusal
@@ -35,7 +35,6 @@ class InfillRequest(Generation):
     samplers: list[StrictStr] = []
     response_fields: Annotated[list[StrictStr], Field(max_length=64)] = []
     temperature: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
-    return_tokens: StrictBool = False
 
     @model_validator(mode="after")
     def _take_names_of_llama_cpp(self) -> "InfillRequest":
@@ -95,7 +94,7 @@ class InfillAnswer(Answer):
         found = {
             "index": choice.index,
             "content": text if body.n_predict else "",
-            "tokens": request.token_ids if body.return_tokens else [],
+            "tokens": [],
             "stop": True,
             "stop_type": "eos" if is_end else "word" if request.finish_reason == "stop" else "limit",
             "model": self.model.name,

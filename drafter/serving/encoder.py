@@ -64,12 +64,12 @@ class Encoder:
             await asyncio.to_thread(fork.close)
         self._threads.shutdown(wait=False)
 
-    async def encode(self, asked: str | Chat | Pieces) -> list[int]:
-        """Token ids of a text, a conversation, or pieces of text between tokens. ApiError: 400 where a template fails,
-        refuses the messages, or takes too much time or memory, and for a text that is far too long; 503 where the
-        process has ended.
+    async def encode(self, asked: str | Chat | Pieces, param: str = "") -> list[int]:
+        """Token ids of a text, a conversation, or pieces of text between tokens. ApiError: 400 about ``param`` where a
+        template fails, refuses the messages, or takes too much time or memory, and for a text that is far too long; 503
+        where the process has ended.
         """
-        param = "messages" if isinstance(asked, Chat) else "prompt"
+        param = param or ("messages" if isinstance(asked, Chat) else "prompt")
         texts = texts_of(asked)
         num_chars = sum(map(len, texts))
         message = f"the prompt is far longer than the context of {self._max_length} tokens: shorten it"
@@ -87,14 +87,6 @@ class Encoder:
         if token_ids is None:
             raise too_long
         return token_ids
-
-    async def encode_prediction(self, text: str | None) -> list[int]:
-        """Token ids of a predicted text, which stands within another text (errors as of :meth:`encode`)."""
-        try:
-            return [] if text is None else await self.encode((text,))
-        except ApiError as error:
-            error.param = "prediction"
-            raise
 
     async def encode_infill(
         self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), room: int = 0

@@ -34,9 +34,7 @@ class Metrics:
         self.failed_drafts = counter("failed_drafts", "Steps that went on without drafts, because the drafts failed")
         self.tokens_per_step = histogram("tokens_per_step", "Tokens of a row in one step", buckets=_TOKENS)
         self.step_seconds = histogram("step_seconds", "Time of a step", buckets=_STEP_SECONDS)
-        self.first_token_seconds = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS
-        )
+        self.first_token_seconds = histogram("time_to_first_token_seconds", "Time to first token", buckets=_SECONDS)
         mean = "Time of each token after the first, mean of an answer"
         self.token_seconds = histogram("time_per_output_token_seconds", mean, buckets=_STEP_SECONDS)
         self.answer_seconds = histogram("answer_seconds", "From arrival to the last token", buckets=_SECONDS)

@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (1,), "typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "n_probs": (0,), "dynatemp_range": (0,),
     "dry_multiplier": (0,), "xtc_probability": (0,),
     "echo": (False,), "use_beam_search": (False,), "early_stopping": (False,), "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,), "return_tokens_as_token_ids": (False,),
+    "include_stop_str_in_output": (False,), "return_tokens_as_token_ids": (False,), "return_tokens": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "add_special_tokens": (True,),
     "add_generation_prompt": (True,),
 }  # fmt: skip
@@ -144,11 +144,6 @@ class Tool(TypedDict):
     function: Function
 
 
-class ToolChoice(TypedDict):
-    type: Literal["function"]
-    function: Annotated[dict[Literal["name"], Text], Field(min_length=1)]
-
-
 class StreamOptions(TypedDict):
     include_usage: NotRequired[StrictBool | None]
 
@@ -164,6 +159,12 @@ class ResponseFormat(_Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The engine's parameters."""
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.json_schema
+        return {} if self.type == "text" else {"json_schema": schema}
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
@@ -297,17 +298,15 @@ class Generation(_EngineFields):
             raise refusal("stream_options", "{name} is only for streams: set stream to true")
         if self.return_token_ids and self.stream:
             raise refusal("return_token_ids", "{name} is only for whole answers: leave stream out")
-        if self._form and self.structured_outputs is not None:
+        if len(self._forms) > 1:
             raise refusal("structured_outputs", "{name} and response_format say the same: give one of them")
         return self
 
     @property
-    def _form(self) -> dict[str, Any]:
-        """The engine's parameter for ``response_format``."""
-        form = self.response_format
-        if form is None or form.type == "text":
-            return {}
-        return {"json_schema": {"type": "object"} if form.json_schema is None else form.json_schema.json_schema}
+    def _forms(self) -> list[dict[str, Any]]:
+        """The engine's parameters of what the answer must look like."""
+        asked = self.response_format, self.structured_outputs
+        return [each.structure for each in asked if each is not None and each.structure]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -319,9 +318,9 @@ class Generation(_EngineFields):
         return None
 
     @property
-    def predicted(self) -> str | None:
+    def predicted(self) -> str:
         """The text that the answer probably repeats."""
-        return None if self.prediction is None else _joined(self.prediction.content)
+        return "" if self.prediction is None else _joined(self.prediction.content)
 
     def params(self, max_length: int) -> SamplingParams:
         """The engine's parameters, without a seed, of an answer of at most ``max_length`` tokens."""
@@ -329,7 +328,7 @@ class Generation(_EngineFields):
         own["top_k"], own["stop_token_ids"] = max(0, self.top_k), tuple(self.stop_token_ids)
         own["top_p"] = max(self.top_p, 1e-9)  # 0 keeps the likeliest token alone, like any value below its probability
         own["logit_bias"] = self.logit_bias
-        own |= self._form if self.structured_outputs is None else self.structured_outputs.structure
+        own |= next(iter(self._forms), {})
         own["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return SamplingParams(min(self.max_tokens or max_length, max_length), **own)
 
@@ -340,7 +339,7 @@ class ChatRequest(Generation):
     messages: _Many[Message]
     max_completion_tokens: _Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
@@ -370,7 +369,6 @@ class ChatRequest(Generation):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives listed with each token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -384,7 +382,6 @@ class CompletionRequest(Generation):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives listed with each token; None: no log-probabilities."""
         return self.logprobs
 
     @property
@@ -407,7 +404,7 @@ def error_of(errors: list[Any]) -> ApiError:
     for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "ToolChoice"):
+        elif part.isidentifier() and part not in ("str", "int", "Tool"):
             path += f".{part}" if path else part
     name = context.get("name")
     param = ".".join(filter(None, (path, name))) or None

@@ -109,7 +109,7 @@ def test_tools_and_their_calls() -> None:
     for changes, param in (
         ({"tools": tools * 250}, "tools"), ({"tools": tools[:1] * 2}, "tools"), ({"tool_choice": other}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [turns[1] | {"role": "user"}]}, "messages[0].tool_calls"),
     ):  # fmt: skip
