@@ -6,10 +6,12 @@
 """
 
 import contextlib
+import ctypes
 import inspect
 import io
 import os
 import re
+import signal
 import sys
 import typing
 from argparse import ArgumentError
@@ -44,9 +46,17 @@ _HELP = ("-h", "--help")
 _DAMAGE = ("SafetensorError", "OutOfMemoryError")  # of packages that are not imported here
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _end_at_shortened_file(_: int) -> None:
+    """A file that a library had mapped was cut: no exception comes of that, and going on would fault again."""
+    os.write(2, b"drafter: error: a file was shortened while it was read: is it still being copied?\n")
+    os._exit(_EXIT_ERROR)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's mistake is one line."""
     try:
+        ctypes.CDLL(None).signal(signal.SIGBUS, _end_at_shortened_file)
         words = list(sys.argv[1:] if argv is None else argv)
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the shell (`>&-`): what is written is swallowed

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -20,7 +21,9 @@ from drafter.runtimes.loading import load_target
 from drafter.targets import chat
 from drafter.targets.gguf_file import convert_gguf
 from tests.data.tiny import save_target, tiny_target
-from tests.targets.tiny_gguf import write_gguf
+from tests.runtimes.native.gguf_models import write_model
+from tests.targets.tiny_gguf import TEMPLATE, write_gguf
+from tests.targets.zoo import TARGETS, VOCAB, build
 
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -95,18 +98,58 @@ def test_a_rotation_that_is_not_known_is_refused(tmp_path: Path, more: Callable[
         converted(tmp_path / "odd", more)
 
 
+def naming(text: str, other: str = "<|x|>") -> Callable[[Any], None]:
+    """Other texts for the control tokens 1 and 0."""
+    tokens = [other, text, "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+    return lambda writer: writer.add_token_list(tokens)
+
+
+def run_to(file: Path, **load: Any) -> tuple[int, ...]:
+    """The tokens that end an answer of a file; each was seen to end one."""
+    target = load_target(str(file), device="cpu", **load)
+    engine = Engine(target, config=EngineConfig(method="none"))
+    for end in target.eos_token_ids:
+        params = SamplingParams(max_new_tokens=4, logit_bias={end: 1e4})
+        [ended] = engine.generate([[{"role": "user", "content": "hi"}]], params)
+        assert (ended.token_ids, ended.finish_reason, ended.text) == ([end], "stop", "")
+    return target.eos_token_ids
+
+
 @pytest.mark.parametrize(
     ("more", "ends"),
     [
-        (lambda writer: None, [2, 0]),  # the header names the first, its text is that of an end
-        (lambda writer: writer.add_eot_token_id(1), [2, 1, 0]),  # Gemma's end of a turn is not the end of the text
-        (lambda writer: writer.add_token_types([1] * 260), 2),  # ordinary tokens
+        (lambda writer: None, (2, 0)),  # the header names the first, the text of the other is that of an end
+        (lambda writer: writer.add_eot_token_id(1), (2, 1, 0)),
+        (lambda writer: writer.add_token_types([1] * 260), (2,)),  # ordinary tokens
+        *((naming(end), (2, 1)) for end in ("<|eot_id|>", "<|eom_id|>", "</s>", "<turn|>", "<|end|>")),
+        (naming("<|return|>", "<|end|>"), (2, 1)),  # the other ends a message that another one follows
     ],
 )
 def test_an_answer_ends_where_the_header_or_a_control_token_says(
-    tmp_path: Path, more: Callable[[Any], None], ends: list[int] | int
+    tmp_path: Path, more: Callable[[Any], None], ends: tuple[int, ...]
 ) -> None:
-    assert json.loads((converted(tmp_path / "a", more) / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert run_to(write_gguf(tmp_path / "a.gguf", more=more)) == ends
+
+
+def test_an_answer_of_gemma_ends_with_its_turn(tmp_path: Path) -> None:
+    """The header names the end of the text alone."""
+
+    def more(writer: Any) -> None:
+        special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+        tokens = [*special, "\u2581", *map(chr, range(ord("a"), ord("a") + VOCAB - 7))]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(number) for number in range(VOCAB)])
+        writer.add_token_types([3] * 3 + [2] + [3] * 2 + [1] * (VOCAB - 6))
+        for name, number in {"pad": 0, "eos": 1, "bos": 2, "unk": 3}.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+        writer.add_chat_template(
+            TEMPLATE.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>")
+        )
+
+    model = build(TARGETS["Gemma3Text"](num_hidden_layers=2, layer_types=["full_attention"] * 2))
+    file = write_model(model, "Gemma3Text", tmp_path / "gemma.gguf", more)
+    assert run_to(file, runtime="native") == (1, 5)
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.attn_sinks.weight", "more.weight"])

@@ -1,5 +1,6 @@
 """Random models of transformers as llama.cpp's converter writes them: names, order of rows, keys of the header."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def write_model(model: Any, kind: str, file: Path) -> Path:
-    """The model's weights in float32, with a tokenizer of as many entries."""
+def write_model(
+    model: Any, kind: str, file: Path, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None
+) -> Path:
+    """The model's weights in float32, with a tokenizer of as many entries; ``more`` adds to the header."""
     config, architecture = model.config, ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(file, architecture)
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
@@ -53,6 +56,7 @@ def write_model(model: Any, kind: str, file: Path) -> Path:
     writer.add_token_list(["Ġ", "ĠĠ", *alphabet][: config.vocab_size])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_token_merges(["Ġ Ġ"])
+    more(writer)
     number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
