@@ -32,7 +32,9 @@ use_venv() {
                 export CXX="$PWD/.venv/bin/python -m ziglang c++ -mcpu=baseline"
             fi
         fi
-        python -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".${extra:+[$extra]}"
+        python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".${extra:+[$extra]}"
+        # On all cores, where pip compiles on one; packages hold files for other versions of Python.
+        python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
         touch "$stamp${extra:+-$extra}"
     fi
 }

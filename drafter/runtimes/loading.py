@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from drafter.runtimes.base import BITS, DTYPES, Spec, Unsuitable
 from drafter.runtimes.native.loading import load_native
+from drafter.targets.catalog import silence_transformers
 from drafter.targets.fingerprint import ends_in_model, fingerprint_of
 from drafter.targets.target import Target
 from drafter.utils.validate import require_choice
@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 def _load_torch(spec: Spec) -> Target:
     from drafter.runtimes.torch.loading import load_torch  # native targets read no file of that room
 
+    silence_transformers()
     return load_torch(spec)
 
 
@@ -44,8 +45,6 @@ def load_target(name: str, *, runtime: str = "auto", device: str = "auto", **ask
     ValueError: an unknown word, unreadable files, or a model that cannot be a target, or not in the named runtime.
     """
     spec = Spec(name, resolve_device(device), **asked)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     require_choice("runtime", runtime, ("auto", *RUNTIMES))
     require_choice("dtype", spec.dtype, ("auto", *DTYPES, "stored"))
     require_choice("quantization", spec.quantization, ("none", *BITS))

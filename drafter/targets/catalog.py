@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from drafter.utils.io import first_line, hidden_folder, locked, recover, replacing
@@ -29,7 +30,7 @@ _HUB_FILE = re.compile(rf"(?:hf\.co/|huggingface\.co/)?({_HUB_ID.pattern}):([\w.
 _OTHER_FILE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.")  # of a GGUF repository: a vision tower, a part of a model
 _RECORD = "source.json"
 _DECIDING = ("*.safetensors", "*config.json", "model.safetensors.index.json", "*.py")
-_VERSION = 4  # of the folders made of GGUF files: raise the number when a change makes others of the same file
+_VERSION = 5  # of the folders made of GGUF files: raise the number when a change makes others of the same file
 
 
 def home_folder() -> Path:
@@ -152,34 +153,73 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     return sorted(file for end in _DECIDING for file in folder.glob(end))
 
 
+class PlainConfig(SimpleNamespace):
+    """A configuration by its fields, like those of transformers."""
+
+    def get_text_config(self, *, decoder: bool = True) -> "PlainConfig":
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def read_config(place: Path | str, **shared: Any) -> Any:
+    """The configuration of a folder or hub id. A folder that was made here states every field: where positions are not
+    scaled, nothing else is needed, and transformers, whose import takes seconds, is not asked.
+    """
+    if _is_made(place) and isinstance(place, Path):
+        said = read_json_object(place / "config.json")
+        rope = said.get("rope_parameters") or {}
+        if {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} <= {None, "default"}:
+            return PlainConfig(**said)
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(place, **shared)
+
+
+def silence_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def read_tokenizer(place: Path | str, **shared: Any) -> Any:
     """The tokenizer of a folder or hub id; None for a folder without any file of one, a bare model."""
-    from transformers import AutoTokenizer
-
+    silence_transformers()
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if isinstance(place, Path) and not any((place / name).exists() for name in names):
         return None
+    if _is_made(place):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(place)
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(place, **shared)
+
+
+def _is_made(place: Path | str) -> bool:
+    return isinstance(place, Path) and place.parent.name == "targets" and (place / _RECORD).is_file()
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer of the target `name`, without its weights; ValueError in one line when it has none that loads."""
-    from transformers import AutoTokenizer
-
     try:
         place = place_of(name, revision, has_weights=False)
-        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(place, revision=revision, trust_remote_code=trust_remote_code)
+        if tokenizer is not None:
+            return tokenizer
+        raise ValueError("its folder has no file of one")
     except (OSError, ValueError) as error:
         raise ValueError(f"--target {name}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
 
 def text_config_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The configuration of the text model of the target `name`, without its weights; None where none can be read."""
-    from transformers import AutoConfig
-
     try:
         place = place_of(name, revision, has_weights=False)
-        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code)
+        config = read_config(place, revision=revision, trust_remote_code=trust_remote_code)
         return config.get_text_config(decoder=True)
     except (OSError, ValueError, AttributeError):
         return None

@@ -117,10 +117,14 @@ def convert_gguf(file: Path, folder: Path, *, has_weights: bool = True) -> None:
         # The model counts as quantised although its weights are plain, and so would refuse to be saved.
         model.hf_quantizer, model.config, model.generation_config = None, config, generation
         model.save_pretrained(folder, max_shard_size="1TB")
-    config.save_pretrained(folder)
+    config.to_json_file(folder / "config.json", use_diff=False)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _drop_padding(folder / "tokenizer.json", header.value("tokenizer.ggml.token_type") or ())
+    settings = folder / "tokenizer_config.json"
+    # The model's own class would build the tokenizer anew from lists in Python, by its own rule of cuts.
+    said = json.loads(settings.read_text(encoding="utf-8")) | {"tokenizer_class": "TokenizersBackend"}
+    settings.write_text(json.dumps(said, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _drop_padding(file: Path, kinds: Sequence[int]) -> None:
@@ -280,6 +284,9 @@ def _load_tokenizer(file: Path, header: Header, config: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, tokenizer_type=kind)
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    backend, own = tokenizer.backend_tokenizer, type(tokenizer)
+    if backend.normalizer is None and own is not PreTrainedTokenizerFast and "__init__" in vars(own):
+        backend.normalizer = own().backend_tokenizer.normalizer  # no key of a file says it
     tokenizer.model_max_length = config.max_position_embeddings
     infill = {
         field: value

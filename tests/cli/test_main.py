@@ -21,6 +21,17 @@ from tests.conftest import Refused
 
 KINDS = {name: options_class(load_command(name)) for name in COMMANDS}
 MOST_FLAGS = {"decode": 25, "distill": 25, "serve": 30, "evaluate": 19, "bench": 21}  # in the help
+CUT_FILE = """
+import mmap, sys
+import drafter.cli.main as cli
+def toy(options):
+    with open(sys.argv[1], "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file.truncate(0)
+        memory[4096]
+cli.load_command, cli.options_class = lambda name: toy, lambda function: cli.Options
+cli.main(["decode"])
+"""
 HELP_OF_ALL = """
 import sys
 from drafter.cli.main import COMMANDS, main
@@ -161,6 +172,14 @@ def test_a_mistake_of_ours_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "load_command", lambda name: toy)
     with pytest.raises(KeyError):
         main(["decode"])
+
+
+def test_a_file_that_is_cut_while_a_library_has_it_mapped_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(8192))
+    command = [sys.executable, "-c", CUT_FILE, str(tmp_path / "weights")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = "drafter: error: a file was shortened while it was read: is it still being copied?\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_a_mistyped_target_is_refused_before_torch_is_imported() -> None:

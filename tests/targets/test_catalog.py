@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from drafter.cli.main import main
 from drafter.targets import catalog, gguf_file
 from drafter.targets.catalog import ALIASES, check_name, fetch, home_folder, key_of, load_tokenizer, place_of
+from tests.runtimes.native.gguf_models import write_model
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheels
+from tests.targets.zoo import TARGETS, build
 
 ALIAS = "tiny"
 
@@ -166,6 +168,12 @@ def test_a_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path, name: str
             load_tokenizer(str(file))
     else:
         assert load_tokenizer(str(file)).tokenize("a  12") == pieces
+        # Also where transformers' tokenizer of the architecture has a rule of its own.
+        model, more = build(TARGETS["Qwen2"]()), lambda writer: writer.add_tokenizer_pre(name)
+        other = write_model(model, "Qwen2", tmp_path / "b.gguf", more)
+        tokenizer = load_tokenizer(str(other))
+        assert tokenizer.tokenize("a  12") == pieces
+        assert tokenizer.backend_tokenizer.normalizer.normalize_str("e\u0301") == "\u00e9"
 
 
 def test_known_rules_are_those_of_tokenizers_that_transformers_has() -> None:

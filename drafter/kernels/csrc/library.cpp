@@ -57,7 +57,6 @@ static const Choice* best() {
 static const Choice* chosen = best();
 static std::mutex mutex;  // the pool runs one job at a time
 
-// ---- blocks: see layout.h ----
 static uint16_t half_at(const uint8_t* p) { uint16_t h; memcpy(&h, p, 2); return h; }
 
 // 32 inputs of an output, as a block stores them: float16 numbers, integer scales and then offsets, integers.
@@ -76,7 +75,7 @@ static void six_bits(const uint8_t* s, int j, int* small) {
   if (j < 4) { small[0] = s[j] & 63; small[1] = s[j + 4] & 63; return; }
   small[0] = (s[j + 4] & 15) | (s[j - 4] >> 6 << 4); small[1] = (s[j + 4] >> 4) | (s[j] >> 6 << 4);
 }
-static Group read_group(int format, const uint8_t* row, long g) {
+template <int format> static Group read_group(const uint8_t* row, long g) {
   Group r{};
   const int j = g % 8;  // of 256 inputs
   switch (format) {
@@ -86,10 +85,8 @@ static Group read_group(int format, const uint8_t* row, long g) {
       const uint8_t *fifth = b + 2 + 2 * has_offset, *q = fifth + 4 * has_fifth;
       r.scale = half_at(b);
       if (has_offset) r.offset = half_at(b + 2);
-      for (int i = 0; i < 32; i++) {
-        r.q[i] = q[i % 16] >> (i / 16 * 4) & 15;
-        if (has_fifth) r.q[i] |= (fifth[i / 8] >> (i % 8) & 1) << 4;
-      }
+      for (int i = 0; i < 32; i++)
+        r.q[i] = (q[i % 16] >> (i / 16 * 4) & 15) | (has_fifth ? (fifth[i / 8] >> (i % 8) & 1) << 4 : 0);
       break;
     }
     case Q8_0: {
@@ -142,7 +139,8 @@ static Group read_group(int format, const uint8_t* row, long g) {
   return r;
 }
 // Group g of output o to its place in the block that begins at `to`.
-static void write_group(const Type& t, const Group& r, long g, int o, uint8_t* to) {
+template <int format> static void write_group(const Group& r, long g, int o, uint8_t* to) {
+  constexpr Type t = types[format];
   uint8_t* b = to + (t.groups == 8 ? g / 8 : g) * t.bytes();
   const int i = t.groups == 8 ? g % 8 : 0, num = t.scales * (1 + t.has_offset);
   memcpy(b + 2 * o, &r.scale, 2);
@@ -195,6 +193,13 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
   return r;
 }
 
+template <int F> static void groups(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
+  if (format < F) return;
+  if constexpr (F + 1 < NUM_FORMATS) { if (format > F) return groups<F + 1>(format, source, num, inputs, row, to); }
+  for (long g = 0; g < (inputs + 31) / 32; g++)
+    for (int o = 0; o < num; o++)
+      write_group<F>(source <= F16 ? round_group(source, row[o], g, inputs) : read_group<F>(row[o], g), g, o, to);
+}
 // A block of `num` rows that lie anywhere.
 static void pack_block(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
   memset(to, 0, block_bytes(format, inputs));
@@ -204,11 +209,7 @@ static void pack_block(int format, int source, int num, int inputs, const uint8_
       const uint16_t h = source == format ? half_at(row[o] + 2 * k) : to_bfloat16(read_float(source, row[o], k));
       memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2);
     }
-  for (long g = 0; format > F16 && g < (inputs + 31) / 32; g++)
-    for (int o = 0; o < num; o++) {
-      const Group r = source <= F16 ? round_group(source, row[o], g, inputs) : read_group(format, row[o], g);
-      write_group(types[format], r, g, o, to);
-    }
+  groups<F16 + 1>(format, source, num, inputs, row, to);
 }
 
 // Memory that nobody has written yet comes in pages of 2 MiB where it can: small pages cost a look-up for every 4 KiB.

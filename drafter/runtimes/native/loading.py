@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,15 @@ from drafter.runtimes.native.weights import (
     rounded,
     tensors_of_gguf,
 )
-from drafter.targets.catalog import checkpoint_files, home_folder, key_of, place_of, read_tokenizer, stored_file
+from drafter.targets.catalog import (
+    checkpoint_files,
+    home_folder,
+    key_of,
+    place_of,
+    read_config,
+    read_tokenizer,
+    stored_file,
+)
 from drafter.targets.fingerprint import Ends, ends_in_files, fingerprint_of_sample, sample_index
 from drafter.targets.target import Target
 from drafter.utils.parse import read_json_object
@@ -62,22 +71,24 @@ def load_native(spec: Spec) -> Target:
     files = checkpoint_files(place, spec.revision)
     folder = place if isinstance(place, Path) else files[0].parent
     config = _read_config(folder)
-    try:
-        tensors, ends = _open(files, stored and stored[0], config)
-        output = tensors.get("lm_head.weight") or tensors["model.embed_tokens.weight"]
-        if spec.quantization != "none":
-            tensors = rounded(tensors, BITS[spec.quantization])
-        runtime = NativeRuntime(config, tensors, number_format=number_format, adds_one=not stored)
-    except KeyError as error:
-        raise Unsuitable(f"it has no weight {error}") from error
-    except ValueError as error:
-        raise ValueError(f"--target {spec.name!r} cannot be loaded: {error}") from error
-    _check(runtime, config)
+    with ThreadPoolExecutor(1) as beside:  # blocks are packed without Python's lock
+        tokenizer = beside.submit(read_tokenizer, place, revision=spec.revision)
+        try:
+            tensors, ends = _open(files, stored and stored[0], config)
+            output = tensors.get("lm_head.weight") or tensors["model.embed_tokens.weight"]
+            if spec.quantization != "none":
+                tensors = rounded(tensors, BITS[spec.quantization])
+            runtime = NativeRuntime(config, tensors, number_format=number_format, adds_one=not stored)
+        except KeyError as error:
+            raise Unsuitable(f"it has no weight {error}") from error
+        except ValueError as error:
+            raise ValueError(f"--target {spec.name!r} cannot be loaded: {error}") from error
+    _check(runtime, config, folder)
     config = _limited(config, spec.name)
     index = sample_index(runtime.vocab_size * runtime.hidden_size)
     generation = folder / "generation_config.json"
     return Target(
-        runtime, read_tokenizer(place, revision=spec.revision), config, name=spec.name, revision=spec.revision,
+        runtime, tokenizer.result(), config, name=spec.name, revision=spec.revision,
         fingerprint=fingerprint_of_sample(entries(output, index), ends), quantization=spec.quantization,
         generation_config=SimpleNamespace(**read_json_object(generation)) if generation.is_file() else None,
     )  # fmt: skip
@@ -114,11 +125,9 @@ def _read_config(folder: Path) -> Any:
         raise Unsuitable(f"models of type {said.get('model_type')} are not described")
     if said.get("quantization_config"):
         raise Unsuitable("its weights come quantised")
-    from transformers import AutoConfig
-
     try:
         check_rotation(said)
-        return AutoConfig.from_pretrained(folder)
+        return read_config(folder)
     except Exception as error:  # transformers checks values with errors of many types; torch's loader names them
         raise Unsuitable(f"its configuration cannot be read ({type(error).__name__})") from error
 
@@ -134,7 +143,7 @@ def _ends(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, float, float]]:
             yield name, float(first.flat[0]), float(last.flat[-1])
 
 
-def _check(runtime: NativeRuntime, config: Any) -> None:
+def _check(runtime: NativeRuntime, config: Any, folder: Path) -> None:
     """Compare a short forward through the first layers with transformers' own module, once for a configuration and its
     weights' names.
 
@@ -146,7 +155,9 @@ def _check(runtime: NativeRuntime, config: Any) -> None:
     mark = home_folder() / "checked" / key_of([], json.loads(json.dumps(facts, default=str)))
     if os.path.exists(mark):
         return
-    distance = _distance(runtime, config)
+    from transformers import AutoConfig
+
+    distance = _distance(runtime, AutoConfig.from_pretrained(folder))
     if not distance <= _TOLERANCE:
         raise Unsuitable(f"its first layers give other states than transformers' (off by {distance:.2g})")
     with contextlib.suppress(OSError):  # a home that cannot be written: every start checks

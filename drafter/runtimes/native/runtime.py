@@ -361,8 +361,6 @@ def rotation_table(config: Any, kind: str | None, head_dim: int, num_positions: 
     Raises:
         Unsuitable: the rotation depends on the length of the text, or is not known.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     parameters = config.rope_parameters[kind] if kind is not None else config.rope_parameters
     name, factor = parameters.get("rope_type", "default"), 1.0
     if name not in _ROTATIONS:
@@ -372,6 +370,8 @@ def rotation_table(config: Any, kind: str | None, head_dim: int, num_positions: 
         dim = int(head_dim * share)
         frequency = 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         given = {} if kind is None else {"layer_type": kind}
         try:
             frequency, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **given)
