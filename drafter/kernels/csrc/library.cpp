@@ -193,8 +193,7 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
   return r;
 }
 
-template <int F> static void groups(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
-  if (format < F) return;
+template <int F> void groups(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
   if constexpr (F + 1 < NUM_FORMATS) { if (format > F) return groups<F + 1>(format, source, num, inputs, row, to); }
   for (long g = 0; g < (inputs + 31) / 32; g++)
     for (int o = 0; o < num; o++)
@@ -209,7 +208,7 @@ static void pack_block(int format, int source, int num, int inputs, const uint8_
       const uint16_t h = source == format ? half_at(row[o] + 2 * k) : to_bfloat16(read_float(source, row[o], k));
       memcpy(to + (format == F16 ? 32 * k + 2 * o : k / 2 * 64 + 4 * o + k % 2 * 2), &h, 2);
     }
-  groups<F16 + 1>(format, source, num, inputs, row, to);
+  if (format > F16) groups<F16 + 1>(format, source, num, inputs, row, to);
 }
 
 // Memory that nobody has written yet comes in pages of 2 MiB where it can: small pages cost a look-up for every 4 KiB.
