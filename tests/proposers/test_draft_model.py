@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
+from drafter.engine.tuned import PLAIN, MeasuredTree, RowPlan, Sizer
 from drafter.proposers import draft_model
 from drafter.proposers.draft_model import check_same_vocabulary
 from drafter.runtimes.loading import wrap_model
@@ -41,6 +42,16 @@ def test_own_draft_is_always_right(gamma: int) -> None:
     engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1)
+
+
+def test_a_draft_model_that_does_not_pay_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan.of("draft-model", num_speculative_tokens=4)
+    assert plan.drafting.tree is not None
+    trees = MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*plan.drafting.tree, 1.0, 2.0)
+    sizer = Sizer([RowPlan(8, trees)])
+    answer(Engine(tiny_target(), config=plan, draft_model=tiny_target(1), sizer=sizer), requests())
+    [told] = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
+    assert "--num-speculative-tokens 4 insists on the draft model" in told
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
