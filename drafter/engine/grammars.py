@@ -90,7 +90,9 @@ class Grammars:
         _ = self._tokenizer  # which forks share
 
         def compile_once(structure: tuple[str, str]) -> None:
-            self._matcher(*structure).compute_bitmask()
+            matcher = self._matcher(*structure)
+            matcher.compute_bitmask()
+            _check(matcher)  # the first mask shows definitions that refer to each other alone
 
         return Fork(compile_once, "the form that the answer should have")
 
@@ -101,9 +103,15 @@ class Grammars:
         matcher = LLMatcher(
             self._tokenizer, _grammar_of(kind, text), log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
-        if matcher.is_error():
-            raise ValueError(" ".join(matcher.get_error().split())[:500])
+        _check(matcher)
         return matcher
+
+
+def _check(matcher: Any) -> None:
+    """ValueError where a matcher has failed."""
+    if matcher.is_error():
+        reason = " ".join(matcher.get_error().split())[:500]
+        raise ValueError("no text has this form" if reason.startswith("NoExtensionBias") else reason)
 
 
 def _grammar_of(kind: str, text: str) -> str:
