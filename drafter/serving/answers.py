@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
@@ -34,10 +35,7 @@ class Model:
         self.name, self.fingerprint, self._tokenizer = name, fingerprint, tokenizer
         self._first = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._names: dict[int, str] = {}
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of an answer's tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        self.text_of = partial(tokenizer.decode, skip_special_tokens=True)  # of an answer's tokens
 
     def name_of(self, token_id: int) -> str:
         """The token's text within a text; U+FFFD stands for bytes that are part of a character."""

@@ -211,17 +211,17 @@ class Server:
 
     async def _params(self, body: Generation, ends: tuple[int, ...]) -> SamplingParams:
         """The engine's parameters, without a seed. What the answer must look like is compiled beside the event loop."""
+        required = body.callable_tools if isinstance(body, ChatRequest) and body.tool_choice != "auto" else []
         try:
             params = body.params(self.max_length)
-            if isinstance(body, ChatRequest) and body.must_call:
-                form = partial(structure_of_call, body.callable_tools, self._template, self._vocabulary)
+            if required:
+                form = partial(structure_of_call, required, self._template, self._vocabulary)
                 params = replace(params, **await self._in_order(form))
             if params.structure is not None:
                 await asyncio.to_thread(self.worker.engine.grammars.guide, params)
         except ValueError as error:
             param = "response_format" if body.structured_outputs is None else "structured_outputs"
-            param = "tools" if isinstance(body, ChatRequest) and body.must_call else param
-            raise ApiError(400, str(error), param=param) from error
+            raise ApiError(400, str(error), param="tools" if required else param) from error
         return replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
 
     def _requests(

@@ -356,11 +356,6 @@ class ChatRequest(Generation):
         return self
 
     @property
-    def must_call(self) -> bool:
-        """Whether the answer is a call."""
-        return bool(self.callable_tools) and self.tool_choice != "auto"
-
-    @property
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call, as chat templates take tools."""
         if isinstance(self.tool_choice, dict):
