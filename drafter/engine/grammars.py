@@ -90,28 +90,23 @@ class Grammars:
         _ = self._tokenizer  # which forks share
 
         def compile_once(structure: tuple[str, str]) -> None:
-            matcher = self._matcher(*structure)
-            matcher.compute_bitmask()
-            _check(matcher)  # the first mask shows definitions that refer to each other alone
+            self._matcher(*structure, is_trial=True)
 
         return Fork(compile_once, "the form that the answer should have")
 
-    def _matcher(self, kind: str, text: str) -> Any:
-        """The matcher of a text (ValueError)."""
+    def _matcher(self, kind: str, text: str, *, is_trial: bool = False) -> Any:
+        """The matcher of a text (ValueError); a trial makes its first mask."""
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(
             self._tokenizer, _grammar_of(kind, text), log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
-        _check(matcher)
+        if is_trial and not matcher.is_error():
+            matcher.compute_bitmask()  # fails where definitions refer to each other alone
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:500]
+            raise ValueError("no text has this form" if reason.startswith("NoExtensionBias") else reason)
         return matcher
-
-
-def _check(matcher: Any) -> None:
-    """ValueError where a matcher has failed."""
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())[:500]
-        raise ValueError("no text has this form" if reason.startswith("NoExtensionBias") else reason)
 
 
 def _grammar_of(kind: str, text: str) -> str:
