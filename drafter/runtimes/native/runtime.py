@@ -102,7 +102,10 @@ class NativeRuntime:
         self._config, self._adds_one = config, adds_one and self.description.adds_one
         for tensor, each in self._left.items():
             if each.kind not in native.FORMATS:
-                raise Unsuitable(f"its weight {tensor} is stored as {each.kind}, which has no kernels")
+                raise Unsuitable(
+                    f"its weight {tensor} is stored as {each.kind}, which has no kernels; torch takes 4 bytes a weight "
+                    "and is several times slower, --quantization int8 rounds the weights and runs here"
+                )
         self._is_rounded = number_format == "stored"
         self._target = "BF16" if number_format == "bfloat16" else None
         self._cache_dtype = torch.float32 if number_format == "float32" else torch.float16
