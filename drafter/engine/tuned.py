@@ -218,7 +218,6 @@ class Sizer:
         self._table: dict[int, dict[Tree, MeasuredTree]] = {}
         if not self._tries:
             self._table = {plan.num_rows: {each.tree: each for each in plan.choices} for plan in plans}
-        self._num_kinds = len({tree.kind for tree in self._tries})
         self._times: dict[int, _Times] = {}
         self._num_steps = self._num_left = self._rows = 0
         self._is_live = False  # trials go on at the present number of rows
@@ -347,8 +346,8 @@ class Sizer:
             return COPIES
         if choices and len(times.paces) < _PAUSE:
             return None
-        if len(choices) < self._num_kinds:
-            kinds = {tree.kind for tree in choices}
+        kinds = {tree.kind for tree in choices}
+        if len(choices) < len({tree.kind for tree in self._tries}):
             first = [PLAIN] if self._rows > 2 else []  # drafts of many rows may take several times as long
             return next(tree for tree in (*first, *self._tries) if tree.kind not in kinds)
         best = min(choices, key=self.loss)
