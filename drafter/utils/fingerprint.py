@@ -1,5 +1,6 @@
 """Comparison of two fingerprints of targets: samples of weights, which :mod:`drafter.targets.fingerprint` takes."""
 
+import math
 import re
 import struct
 
@@ -17,13 +18,30 @@ def same_fingerprint(first: str, second: str) -> bool:
     Where one sample is of the output matrix alone, or layers were counted otherwise (fused matrices), the output matrix
     is compared. The part after a hyphen, the scheme that rounded the weights, is ignored.
     """
+    pairs = _pairs(first, second)
+    return pairs is not None and all(abs(a - b) <= 1e-6 + 2.0**-6 * abs(b) for a, b in pairs)
+
+
+def distance(first: str, second: str) -> float:
+    """The root mean square difference of two samples over the first one's root mean square; infinite if no two values
+    belong together.
+
+    >>> distance("803f", "0040")  # 1 and 2
+    1.0
+    """
+    pairs = _pairs(first, second)
+    norm = sum(a * a for a, _ in pairs or ())
+    return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / norm) if pairs and norm else math.inf
+
+
+def _pairs(first: str, second: str) -> list[tuple[float, float]] | None:
+    """The values of two samples that belong together, or None."""
     one, other = (sample.partition("-")[0] for sample in (first, second))
     if not (_HEX.fullmatch(one) and _HEX.fullmatch(other)):
-        return False
+        return None
     if len(one) != len(other) and min(len(one), len(other)) >= NUM_OUTPUT_DIGITS:
         one, other = one[:NUM_OUTPUT_DIGITS], other[:NUM_OUTPUT_DIGITS]
-    pairs = zip(_values(one), _values(other), strict=False)
-    return len(one) == len(other) and all(abs(a - b) <= 1e-6 + 2.0**-6 * abs(b) for a, b in pairs)
+    return list(zip(_values(one), _values(other), strict=True)) if len(one) == len(other) else None
 
 
 def _values(digits: str) -> tuple[float, ...]:
