@@ -50,8 +50,11 @@ def main() -> None:
 
 @torch.no_grad()
 def mean_of(drafters: list[RecurrentDrafter]) -> RecurrentDrafter:
-    """The last drafter with the mean of all weights; ValueError for other shapes or constants, or other draft
-    vocabularies where the heads are not tied and so have weights of tokens."""
+    """The last drafter with the mean of all weights.
+
+    ValueError: other shapes or constants, or other draft vocabularies where the heads are not tied and so have weights
+    of tokens.
+    """
     last = drafters[-1]
     is_tied = last.config.head == "tied"
     for other in drafters[:-1]:

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,6 +14,18 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"drafter-test-datasets-{os.getuid()}"))
 
 Refused = Callable[..., None]
+
+
+@pytest.fixture(params=("avx512-vnni", "avx-vnni", "avx2", "plain"))
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The native step runs with the instruction set's code, where the processor has the instructions."""
+    from drafter.kernels import native
+
+    best = native.instructions()
+    if not native.use_instructions(request.param):
+        pytest.skip("this processor has no such instructions")
+    yield request.param
+    native.use_instructions(best)
 
 
 @pytest.fixture

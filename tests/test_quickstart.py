@@ -78,9 +78,8 @@ def test_shipped_drafter_in_small(tmp_path: Path) -> None:
     assert all(f"part-{part}: " in logs[0] for part in (1, 2, 3, 4)) and "part-5: " in logs[1]
     assert [len(rows_of(work / f"acceptance-{number}.jsonl")) for number in (1, 2, 3)] == [3, 6, 6]
     for number in (1, 2):
-        assert (
-            "draft vocabulary: 8,192 tokens cover 100.00% of the answers" in (work / f"round-{number}.out").read_text()
-        )
+        shown = (work / f"round-{number}.out").read_text()
+        assert "draft vocabulary: 8,192 tokens cover 100.00% of the answers" in shown
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert "rounds 1 to 3, from new weights" in card and "the mean of `fall-2` and `fall-3`" in card
     assert card.count("| 3 | 1 of evaluation.jsonl x 128 |") == 6

@@ -73,12 +73,6 @@ def test_answers_are_transformers_own(rows: int, width: int, length: int, size: 
         assert completion.finish_reason == ("stop" if ended else "length")
 
 
-def test_seed_decides_a_sampled_answer() -> None:
-    params = [SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=seed) for seed in range(len(PROMPTS))]
-    drafted = Engine(target(), drafter(), EngineConfig(max_num_seqs=2)).generate(PROMPTS, params)
-    assert ids(drafted) == ids(plain_engine().generate(PROMPTS, params))
-
-
 def test_generate_of_transformers_takes_the_drafter() -> None:
     """A chat as a user of transformers has it."""
     model: Any = AutoModelForCausalLM.from_pretrained(place_of(NAME), dtype=torch.float32)

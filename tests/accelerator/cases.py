@@ -3,11 +3,9 @@
 A test builds the parts on the CPU, replaces their weights by tensors of :mod:`tests.accelerator.device`, and runs them.
 """
 
-import asyncio
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -26,15 +24,11 @@ from drafter.data.rows import ChatBatch, collate
 from drafter.decoding.params import SamplingParams
 from drafter.engine import runner
 from drafter.engine.engine import Engine
-from drafter.engine.request import RequestOptions, Update
+from drafter.engine.request import RequestOptions
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import wrap_model
 from drafter.runtimes.torch.runtime import TorchRuntime
-from drafter.serving.answers import Answer, Model
-from drafter.serving.metrics import Metrics
-from drafter.serving.protocol import CompletionRequest
-from drafter.serving.worker import Worker
 from drafter.targets.target import Target
 from drafter.training import module as training_module
 from drafter.training.module import DrafterModule, Teacher
@@ -75,9 +69,8 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return unpack(words_X, [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like])
 
     monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(
-        beam_module.BeamProposer, "check", lambda *given: None
-    )  # which asks for numbers, once at loading
+    # The check asks for numbers, once at loading.
+    monkeypatch.setattr(beam_module.BeamProposer, "check", lambda *given: None)
     refuser.clear()
     with refuser.on():
         yield
@@ -199,45 +192,6 @@ def test_prefill_and_shared_prefixes_read_nothing() -> None:
     assert engine.step()
     assert all(request.num_shared >= 40 for request in new)
     assert refuser.copies["read"] == 1
-
-
-class _OnDevice(Worker):
-    """A worker whose thread has the device too."""
-
-    _run = refuser.on()(Worker._run)
-
-
-def test_the_servers_thread_reads_once_a_step() -> None:
-    """Prefill, shared prefixes, answers with and without log-probabilities and trees."""
-    engine = engine_of(target_of("llama"), enable_prefix_caching=True, max_model_len=128)
-    num_steps = 0
-    step = engine.step
-
-    def counted() -> list[Update]:
-        nonlocal num_steps
-        updates = step()
-        num_steps += bool(updates)
-        return updates
-
-    engine.step = counted  # type: ignore[method-assign]
-
-    async def serve() -> None:
-        worker = _OnDevice(engine, max_queue=4, metrics=Metrics())
-        model = Model("llama", "", engine.target.tokenizer)
-        worker.start()
-        for params, logprobs in ((GREEDY, None), (FILTERED, 2)):
-            has_details = logprobs is not None
-            body = CompletionRequest(model="llama", prompt="x", stream=True, logprobs=logprobs, details=has_details)
-            params = replace(params, max_new_tokens=6)
-            options = RequestOptions(num_logprobs=logprobs, want_tree=has_details)
-            requests = [engine.make_request(list(range(start, start + 40)), params, options) for start in (0, 5)]
-            answer = Answer(model, body, requests)
-            worker.submit(answer)
-            assert [entry async for entry in answer.entries()]
-        await worker.stop()
-
-    asyncio.run(serve())
-    assert refuser.copies["read"] == num_steps > 4
 
 
 def module_of(*, log_every_n_steps: int = 1000, **objective: Any) -> DrafterModule:

@@ -66,9 +66,10 @@ def test_named_sets_are_read_by_their_own_columns(name: str, row: dict[str, obje
 
 def test_the_packages_own_prompts_have_names_and_need_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *words: pytest.fail("the network is asked"))
-    assert len(read_prompt_set("default").items) > 20
+    own = [item.prompt for item in read_prompt_set("default").items]
+    texts = {turns[0]["content"] for turns in own}
+    assert len(texts) == len(own) >= 100 and all(len(turns) == 1 for turns in own)
     evaluation = read_prompt_set("evaluation")
     assert evaluation.name == "evaluation" and len(evaluation.items) == 20
     assert len(evaluation.categories) == 10 and len(evaluation.take(10).categories) == 10
-    texts = {item.prompt[-1]["content"] for item in read_prompt_set("default").items}
     assert not texts & {item.prompt[-1]["content"] for item in evaluation.items}, "calibrated on"

@@ -48,13 +48,6 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **options)
 
 
-def save_tiny_target(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> str:
-    """A folder that ``--target`` takes, as far as the tokenizer goes."""
-    tiny_tokenizer(chat_template).save_pretrained(folder)
-    (folder / "config.json").write_text("{}")
-    return str(folder)
-
-
 def save_target(target: Any, folder: Path, **options: Any) -> str:
     """A whole target as a folder that ``--target`` takes."""
     target.model.save_pretrained(folder, **options)

@@ -118,14 +118,6 @@ def test_rows_do_not_depend_on_the_batch():
             assert torch.equal(pick(logits_BNV[row, node], noise, alone), pick_BN[row, node])
 
 
-def test_greedy_takes_the_lowest_of_equal_logits():
-    logits_BNV = torch.tensor([[[0.0, 5.0, 5.0]]])
-    assert pick(logits_BNV, None, make_warp([Params(temperature=0.0)])).item() == 1
-    noise_BNV = torch.tensor([[[0.0, -1.0, 9.0]]])
-    both = pick(logits_BNV.expand(2, 1, 3), noise_BNV, make_warp([Params(temperature=0.0), Params(temperature=1.0)]))
-    assert both.tolist() == [[1], [2]]
-
-
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 5e-324])
 def test_temperatures_whose_logits_would_overflow_are_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=1)

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from drafter.data.formats import Row
-from drafter.data.reading import BUILTIN_PROMPTS
 from drafter.distill.prompts import EXCLUDED, AnswerSettings, missing_answers, select_prompts
 from tests.data.tiny import chat, write_jsonl
-
-
-def test_the_package_brings_its_own_prompts() -> None:
-    prompts, left_out = select_prompts(BUILTIN_PROMPTS)
-    assert len(prompts) >= 100 and not left_out
-    assert all(len(prompt.messages) == 1 for prompt in prompts)
 
 
 def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
-from tests.reference.published_rule import published_answers
 from tests.reference.table_target import TableTarget, exact_distribution
 from tests.reference.warpers import rule, softmax, warp
 from tests.sizes import size
@@ -153,12 +152,3 @@ def test_teeth_noise_without_position(monkeypatch):
     engine = make_engine("drafter")
     values = p_values(engine, sample(engine, FEW_SEEDS)[0])
     assert max(values.values()) < ALPHA, values
-
-
-def test_teeth_the_published_rule():
-    """The published acceptance of beams, which is no draw from the target's distribution, fails the same test."""
-    target_logits, noise = np.random.default_rng(0).normal(size=(2, V, V))
-    p_VV, q_VV = (np.array([softmax(row) for row in logits]) for logits in (target_logits, target_logits + noise))
-    answers = published_answers(p_VV, q_VV, NUM_TOKENS, num_answers=2000, width=3, length=3)
-    probs = exact_distribution(lambda before: p_VV[before[-1] if before else 0], V, NUM_TOKENS)
-    assert p_value(map(tuple, answers.tolist()), probs) < ALPHA

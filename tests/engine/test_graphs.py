@@ -93,17 +93,16 @@ def test_compiled_layers_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) ->
     torch.compiler.reset()
     before = counters["stats"]["unique_graphs"]
     target, drafter = tiny_target(), trained_drafter("fused")
-    plan = Plan.of("drafter", max_num_seqs=4, max_model_len=200, beam_width=3, draft_length=3, tree_size=7)
-    Engine(target, drafter, plan)  # the attention is ready to decode
+    Engine(target, drafter, PLAN)  # the attention is ready to decode
     target.runtime.compile_layers(drafter.config.context_layers)
     num_graphs = counters["stats"]["unique_graphs"]
     assert 0 < num_graphs - before < 40, "each layer has code of its own"
     asked = [(prompt, GREEDY) for prompt in prompts_for(6, seed=5, sizes=(1, 2, 5, 20, 130))]
-    assert_lossless(Engine(target, drafter, plan), asked)
+    assert_lossless(Engine(target, drafter, PLAN), asked)
     assert counters["stats"]["unique_graphs"] == num_graphs
     # Another target of this shape has the same code, and what is no step has none.
     twin = tiny_target()
-    Engine(twin, drafter, plan)
+    Engine(twin, drafter, PLAN)
     twin.runtime.compile_layers(drafter.config.context_layers)
     with torch.no_grad():
         twin.forward(torch.tensor([[3, 1, 4]]), None, None)

@@ -21,7 +21,7 @@ from drafter.utils.validate import Range
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
-UNMEASURED = "nothing was measured (`drafter tune` measures)"
+OF_NINE = {"beam_width": 2, "draft_length": 4, "copying": False}  # a tree of at most nine nodes
 CUDA: Any = SimpleNamespace(
     name="big", device=torch.device("cuda"), dtype=torch.bfloat16, traits=Traits("bfloat16", is_compilable=True)
 )  # as much of a target as resolve reads
@@ -73,25 +73,14 @@ def test_few_cheap_tokens_refuse_no_tree_that_was_asked_for(monkeypatch: pytest.
     assert (drafting.beam_width, drafting.draft_length, drafting.tree_size) == (4, 3, 12)
 
 
-@pytest.mark.parametrize(
-    ("models", "given", "reason"),
-    [
-        (
-            "drafter",
-            {"max_num_seqs": 2},
-            "drafter, W 4 L 3 N 8, a smaller tree, copies alone or plain, whatever is fastest while it runs; "
-            + UNMEASURED,
-        ),
-        ("drafter", {"tree_size": 6}, "drafter, W 4 L 3 N 6"),
-        (
-            "drafter",
-            {"method": "drafter", "beam_width": 2, "draft_length": 2, "copying": False},
-            "drafter, W 2 L 2 N 5, no copies",
-        ),
-    ],
-)
-def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reason: str) -> None:
-    assert on("cpu", models, **given).reason == reason
+def test_the_reason_says_what_was_given() -> None:
+    trees = "drafter, W 4 L 3 N 8, a smaller tree, copies alone or plain, whatever is fastest while it runs"
+    for given, reason in (
+        ({"max_num_seqs": 2}, f"{trees}; nothing was measured (`drafter tune` measures)"),
+        ({"tree_size": 6}, "drafter, W 4 L 3 N 6"),
+        ({"beam_width": 2, "draft_length": 2, "copying": False}, "drafter, W 2 L 2 N 5, no copies"),
+    ):
+        assert on("cpu", "drafter", **given).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -100,12 +89,8 @@ def test_the_reason_says_what_was_given(models: str, given: dict[str, Any], reas
         (None, {"method": "lookup", "beam_width": 9}, "--beam-width 9 is for --method drafter, and --method"),
         (None, {"method": "none", "tree_size": 9}, "--tree-size 9 is for --method drafter and --method lookup"),
         (None, {"tuned": "t.json", "copying": False}, "--tuned t.json sizes the trees: leave --no-copying out"),
-        (
-            None,
-            {"beam_width": 2, "draft_length": 4, "tree_size": 10, "copying": False},
-            "--tree-size 10: .* --beam-width 2 and --draft-length 4 have at most 9 nodes",
-        ),
-        (None, {"beam_width": 2, "draft_length": 4, "tree_size": 3}, "--draft-length 4 is deeper than trees of"),
+        (None, OF_NINE | {"tree_size": 10}, "--tree-size 10: .* --beam-width 2 and --draft-length 4 have at most 9"),
+        (None, OF_NINE | {"tree_size": 3}, "--draft-length 4 is deeper than trees of"),
         (None, {"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes"),
         (None, {"method": "magic"}, "--method is 'magic'"),
         ("drafter", {"tree_size": 24}, "--tree-size 24: .* at most 20 nodes"),

@@ -23,20 +23,10 @@ from drafter.kernels import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
 
-ALL = ("avx512-vnni", "avx-vnni", "avx2", "plain")
 # Where the float16 numbers of a block stand.
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
           "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}  # fmt: skip
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-@pytest.fixture(params=ALL)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = native.instructions()
-    if not native.use_instructions(request.param):
-        pytest.skip("this processor has no such instructions")
-    yield request.param
-    native.use_instructions(best)
 
 
 @pytest.fixture(autouse=True)

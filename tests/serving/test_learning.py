@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,30 +73,6 @@ def digest_of(server: Live) -> str:
         digest = http.get("/v1/models").json()["data"][0]["drafter"]
         assert f'drafter_info{{digest="{digest}"}} 1.0' in http.get("/metrics").text
     return str(digest)
-
-
-def test_answers_go_on_while_drafters_take_over(following: Live, drafter: Path) -> None:
-    """Greedy and seeded, whole and in streams: the texts of plain decoding, whoever drafts."""
-    first, client = digest_of(following), following.client
-    messages = [{"role": "user", "content": "a question"}]
-    params = [{"temperature": 0.9 * (n % 2), "seed": n} for n in range(6)]
-
-    def ask(number: int) -> str:
-        fields = {"model": MODEL, "messages": messages, "max_tokens": 120, **params[number]}
-        fields["extra_body"] = {"ignore_eos": True}
-        if number % 3:
-            return client.chat.completions.create(**fields).choices[0].message.content or ""
-        chunks = client.chat.completions.create(**fields, stream=True)
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-    wanted = [offline(messages, max_new_tokens=120, ignore_eos=True, **fields).text for fields in params]
-    with ThreadPoolExecutor(6) as pool:
-        for number in range(3):
-            asking = [pool.submit(ask, item) for item in range(6)]
-            write_drafter(drafter, 20 + number)
-            wait_until(lambda number=number: following.metric("drafter_swaps_total") == number + 1)
-            assert [item.result(60) for item in asking] == wanted
-    assert digest_of(following) != first and following.metric("failed_steps_total", cause="error") == 0
 
 
 def test_a_folder_that_does_not_load_leaves_the_old_drafter(following: Live, drafter: Path, caplog) -> None:

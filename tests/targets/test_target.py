@@ -254,9 +254,7 @@ def test_devices_are_the_ones_that_torch_finds(monkeypatch: pytest.MonkeyPatch) 
     ("capability", "dtype"),
     [("avx2", "float32"), ("avx512_f", "float32"), ("avx512_bf16", "bfloat16"), ("bf16", "bfloat16")],
 )
-def test_a_cpu_trains_in_bfloat16_where_it_has_the_instructions(
-    capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_trains_in_bfloat16_where_it_has_the_instructions(capability: str, dtype: str, monkeypatch) -> None:
     """Without them torch multiplies matrices in bfloat16 seven times more slowly than in float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, capability: True})
     assert training_dtype(torch.device("cpu")) == dtype and training_dtype(torch.device("cuda")) == "bfloat16"
@@ -336,10 +334,6 @@ def verdicts() -> dict[str, str]:
     return {row["model_type"]: row["verdict"] for row in rows}
 
 
-def test_no_type_is_broken() -> None:
-    assert set(verdicts().values()) <= {"identical", "refused", "not built"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(verdicts())[size(FEW, slice(None))])
 def test_the_table_holds(model_type: str) -> None:
@@ -349,5 +343,6 @@ def test_the_table_holds(model_type: str) -> None:
 def test_the_page_counts_what_the_table_holds() -> None:
     page = (ROOT / "docs" / "interop.md").read_text()
     counts = Counter(verdicts().values())
+    assert set(counts) == {"identical", "refused", "not built"}
     counted = f"{counts['identical']} types are identical, {counts['refused']} refused, none broken"
     assert f"{counted}, {counts['not built']} not built" in " ".join(page.split())

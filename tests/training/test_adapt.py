@@ -184,12 +184,10 @@ def test_another_command_begins_anew_and_a_second_one_at_the_same_time_is_refuse
 def test_mistakes_are_one_line(place: Path, tmp_path: Path, refused: Refused) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps({"prompt_token_ids": [1, 2], "token_ids": [3]}) + "\n")
-    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt_token_ids": [1, 10**6], "token_ids": [3]}) + "\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for more, message in (
         (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
-        (["--traffic", str(tmp_path / "other.jsonl")], "other.jsonl, line 1: token id 1000000 is outside"),
         (["--out", str(tmp_path / "mine")], "is no exported drafter"),
         (["--trainer.acelerator", "cpu"], "acelerator"),
     ):

@@ -135,9 +135,7 @@ def test_what_a_run_takes_is_told(place: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "32-true"), ("bfloat16", "bf16-mixed")])
-def test_a_run_takes_the_fastest_precision(
-    dtype: str, precision: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_takes_the_fastest_precision(dtype: str, precision: str, place: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_module, "training_dtype", lambda device: dtype)
     assert make_trainer(options_of(words(place, place / "fast"))).precision == precision
     own = words(place, place / "fast", "--trainer.precision", "32-true")
@@ -273,8 +271,7 @@ def test_max_time_is_for_each_start(place: Path, trained_epochs: Path, monkeypat
 
 
 def test_the_steps_behind_the_last_validation_are_saved_too(place: Path, tmp_path: Path, monkeypatch) -> None:
-    """In the folder of a run that names none, where a stranger has planted a link. A start with nothing left to train
-    writes no checkpoint, and removes the files of a killed writer."""
+    """Of a run that names no folder, in one with a stranger's link. A start with nothing left removes killed files."""
     monkeypatch.chdir(tmp_path)
     Path("thesis.txt").write_text("years of work")
     best = Path("runs", "drafter", "checkpoints", "best.ckpt")

@@ -78,7 +78,6 @@ def test_words_become_values(words: list[str], name: str, value: object) -> None
         ("tag: [true]", "[True] is no str or a list"),
         ("sizes: [true]", "[True] is no int or a list"),
         ("- a", "config"),
-        ('out: "\\ud800"', "escape"),
         ("a: &a [1]\nb: [*a, *a]", "an alias"),
         ("x: " + "a" * (1 << 20), "larger than 1,048,576 bytes"),
     ],

@@ -19,14 +19,10 @@ from drafter.runtimes.base import Slots
 from drafter.runtimes.loading import load_target, wrap_model
 from drafter.runtimes.native import family
 from drafter.targets.target import Target
-from tests.runtimes.native.gguf_models import write_model
+from tests.runtimes.native.gguf_models import ARCHITECTURES, write_model
 from tests.targets.zoo import TARGETS, VOCAB, build, generated, prompts_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native step was not built")
-FAMILIES = (
-    "Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Olmo2", "Phi3", "Gemma", "Gemma2", "Gemma3Text",
-    "Starcoder2",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +57,7 @@ def test_no_weights_stay_mapped(tmp_path: Path) -> None:
     assert len(loaded) == 2 and str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @torch.no_grad()
 def test_texts_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     model = saved(kind, tmp_path)
@@ -91,7 +87,7 @@ GLOBAL["full_attention"] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 
 SIX = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 FOUR = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 1, 0]}
 FROM_GGUF = [
-    *(pytest.param(kind, {}, id=kind) for kind in FAMILIES if kind not in ("Mistral", "SmolLM3", "Gemma3Text")),
+    *(pytest.param(kind, {}, id=kind) for kind in ARCHITECTURES if kind not in ("Mistral", "SmolLM3", "Gemma3Text")),
     pytest.param("Mistral", {"sliding_window": None}, id="Mistral"),
     pytest.param("SmolLM3", FOUR, id="SmolLM3"),
     pytest.param("Gemma3Text", SIX, id="Gemma3Text"),
@@ -125,56 +121,50 @@ def step(target: Target, cache: Any, token_T: Tensor, start: int, ancestor: Tens
     return target.logits(target.forward(token_T[None], slots, cache).hidden_BTD)[0]
 
 
-@pytest.mark.parametrize("name", ["avx512-vnni", "avx-vnni", "avx2", "plain"])
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Gemma3Text", "Olmo2"])
 @pytest.mark.parametrize("dtype", ["stored", "float32"])
 def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_threads(
-    dtype: str, kind: str, name: str, tmp_path: Path
+    dtype: str, kind: str, tmp_path: Path
 ) -> None:
-    best = native.instructions()
-    if not native.use_instructions(name):
-        pytest.skip("this processor has no such instructions")
-    try:
-        saved(kind, tmp_path)
-        target = native_target(tmp_path, dtype=dtype)
-        token_T = torch.tensor(prompts_of(41)[0])
-        alone = target.runtime.new_cache(2, 64)
-        wanted = torch.cat([step(target, alone, token_T[at : at + 1], at, None) for at in range(41)])
-        for num_threads in (1, 2, 3):
-            native.set_num_threads(num_threads)
-            cache = target.runtime.new_cache(2, 64)
-            parts = [step(target, cache, token_T[at : at + 17], at, None, row=1) for at in range(0, 41, 17)]
-            assert torch.cat(parts).equal(wanted)
-            # A tree behind 30 tokens: the true path 30, 31, 32, 33 and other children beside it.
-            tree_T = torch.stack([token_T[30], token_T[31], token_T[5], token_T[32], token_T[6], token_T[33]])
-            parents = [-1, 0, 0, 1, 2, 3]
-            ancestor = torch.eye(6, dtype=torch.bool)
-            for node, parent in enumerate(parents):
-                if parent >= 0:
-                    ancestor[node] |= ancestor[parent]
-            found = step(target, cache, tree_T, 30, ancestor, row=1)
-            assert found[[0, 1, 3, 5]].equal(wanted[30:34])
-            # The accepted path moves together, and the next token sees it there.
-            path = torch.tensor([[30, 31, 32, 33], [30, 31, 33, 35]])
-            cache.move_slots(path[[1, 1]], path[[0, 0]])
-            assert step(target, cache, token_T[34:35], 34, None, row=1).equal(wanted[34:35])
-            cache.copy_row(1, 0, 34)
-            assert step(target, cache, token_T[34:35], 34, None, row=0).equal(wanted[34:35])
-            # Both rows in one forward, the second as padding of the first.
-            token_BT = torch.stack([token_T[34:36], token_T[34:36]])
-            slot_BT = torch.tensor([[34, cache.spare_slot], [34, 35]])
-            slots = Slots(slot_BT, torch.tensor([[34, 35]] * 2), torch.ones(2, 2, 2, dtype=torch.bool).tril(), 0, 36)
-            logits = target.logits(target.forward(token_BT, slots, cache).hidden_BTD)
-            assert logits[0, 0].equal(wanted[34]) and logits[1].equal(wanted[34:36])
-            for start, row in ((63, 0), (-1, 0), (0, 2)):  # slots and rows that the cache has not
-                with pytest.raises(AssertionError):
-                    step(target, cache, token_T[:3], start, None, row)
+    saved(kind, tmp_path)
+    target = native_target(tmp_path, dtype=dtype)
+    token_T = torch.tensor(prompts_of(41)[0])
+    alone = target.runtime.new_cache(2, 64)
+    wanted = torch.cat([step(target, alone, token_T[at : at + 1], at, None) for at in range(41)])
+    for num_threads in (1, 2, 3):
+        native.set_num_threads(num_threads)
+        cache = target.runtime.new_cache(2, 64)
+        parts = [step(target, cache, token_T[at : at + 17], at, None, row=1) for at in range(0, 41, 17)]
+        assert torch.cat(parts).equal(wanted)
+        # A tree behind 30 tokens: the true path 30, 31, 32, 33 and other children beside it.
+        tree_T = torch.stack([token_T[30], token_T[31], token_T[5], token_T[32], token_T[6], token_T[33]])
+        parents = [-1, 0, 0, 1, 2, 3]
+        ancestor = torch.eye(6, dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                ancestor[node] |= ancestor[parent]
+        found = step(target, cache, tree_T, 30, ancestor, row=1)
+        assert found[[0, 1, 3, 5]].equal(wanted[30:34])
+        # The accepted path moves together, and the next token sees it there.
+        path = torch.tensor([[30, 31, 32, 33], [30, 31, 33, 35]])
+        cache.move_slots(path[[1, 1]], path[[0, 0]])
+        assert step(target, cache, token_T[34:35], 34, None, row=1).equal(wanted[34:35])
+        cache.copy_row(1, 0, 34)
+        assert step(target, cache, token_T[34:35], 34, None, row=0).equal(wanted[34:35])
+        # Both rows in one forward, the second as padding of the first.
+        token_BT = torch.stack([token_T[34:36], token_T[34:36]])
+        slot_BT = torch.tensor([[34, cache.spare_slot], [34, 35]])
+        slots = Slots(slot_BT, torch.tensor([[34, 35]] * 2), torch.ones(2, 2, 2, dtype=torch.bool).tril(), 0, 36)
+        logits = target.logits(target.forward(token_BT, slots, cache).hidden_BTD)
+        assert logits[0, 0].equal(wanted[34]) and logits[1].equal(wanted[34:36])
+        for start, row in ((63, 0), (-1, 0), (0, 2)):  # slots and rows that the cache has not
             with pytest.raises(AssertionError):
-                target.forward(token_T[None, :1], Slots(torch.tensor([[3]]), torch.tensor([[-1]]), None), cache)
-            with pytest.raises(AssertionError):
-                cache.move_slots(path, path + 64)
-    finally:
-        native.use_instructions(best)
+                step(target, cache, token_T[:3], start, None, row)
+        with pytest.raises(AssertionError):
+            target.forward(token_T[None, :1], Slots(torch.tensor([[3]]), torch.tensor([[-1]]), None), cache)
+        with pytest.raises(AssertionError):
+            cache.move_slots(path, path + 64)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -194,12 +184,11 @@ def test_quantization_rounds_the_numbers_that_torch_rounds(scheme: str, tmp_path
 def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("Qwen3", tmp_path / "model")
     monkeypatch.setenv("DRAFTER_HOME", str(tmp_path))
-    monkeypatch.setitem(family.FAMILIES, "qwen3", lambda config: {"attention_scale": 0.7})
-    assert load_target(str(tmp_path / "model"), device="cpu").runtime.name == "torch"
-    with pytest.raises(ValueError, match="runtime native cannot run target .*other states than transformers'"):
-        load_target(str(tmp_path / "model"), device="cpu", runtime="native")
-    monkeypatch.undo()
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setitem(family.FAMILIES, "qwen3", lambda config: {"attention_scale": 0.7})
+        assert load_target(str(tmp_path / "model"), device="cpu").runtime.name == "torch"
+        with pytest.raises(ValueError, match="runtime native cannot run target .*other states than transformers'"):
+            load_target(str(tmp_path / "model"), device="cpu", runtime="native")
     assert native_target(tmp_path / "model").runtime.name == "native"
     saved("Mixtral", tmp_path / "mixture")
     assert load_target(str(tmp_path / "mixture"), device="cpu").runtime.name == "torch"
@@ -247,9 +236,7 @@ def test_keys_are_rounded_once_and_those_that_do_not_fit_are_an_error(tmp_path: 
         runtime.run(runtime._model, torch.full((1, 1, 32), torch.nan), Slots(place, place, None), cache)
 
 
-def test_threads_with_caches_of_their_own_and_any_number_of_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_with_caches_of_their_own_and_any_number_of_layers(tmp_path: Path, monkeypatch) -> None:
     """One thread makes longer tables of rotations while another reads; 1,700 layers have more parts than a model."""
     saved("Llama", tmp_path)
     runtime: Any = native_target(tmp_path).runtime
