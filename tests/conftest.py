@@ -1,4 +1,4 @@
-"""Shared test settings: no network, one thread (many tiny tensors); and the check of a command that is refused."""
+"""Shared test settings: no network, one thread (many tiny tensors); tiny models; and the check of a refused command."""
 
 import os
 import tempfile
@@ -26,6 +26,24 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("this processor has no such instructions")
     yield request.param
     native.use_instructions(best)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny target."""
+    from tests.tiny_files import make_target
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTER_HOME", str(tmp_path_factory.mktemp("home")))
+        return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def drafter(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of an untrained drafter for the target."""
+    from tests.tiny_files import make_drafter
+
+    return make_drafter(target, tmp_path_factory.mktemp("drafter"))
 
 
 @pytest.fixture

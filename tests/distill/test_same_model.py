@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.decoding.params import SamplingParams
 from drafter.distill.endpoint import Endpoint
-from drafter.distill.prompts import AnswerSettings
 from drafter.distill.run import NO_ANSWER, distill
 from drafter.distill.same_model import compare_models
 from drafter.engine.engine import Engine
@@ -66,20 +64,6 @@ def test_ids_outside_the_vocabulary_are_one_line(server: FakeServer) -> None:
     server.reply = lambda body, count: (200, {"choices": [choice], "prompt_token_ids": [1]})
     with pytest.raises(ValueError, match="token id 100000000 is outside the target's vocabulary of"):
         compare_models(Endpoint(server.url, "tiny"), tiny_target(), PROMPTS)
-
-
-def test_rows_hold_the_engines_own_tokens(prompts: str, tmp_path: Path) -> None:
-    """Another template on the server: training sees what the server saw, and needs no template."""
-    engine, params = plain_engine(CHAT_TEMPLATE.replace("<|user|>", "Q: ")), SamplingParams(max_new_tokens=9)
-    with live_server(engine) as live:
-        endpoint = Endpoint(live.url, "tiny", concurrency=2)
-        distill(endpoint, prompts, tmp_path / "out.jsonl", AnswerSettings(9), num_prompts=4)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    encoded = encode_rows(rows, tiny_tokenizer(None))
-    answers = engine.generate([row["messages"][:-1] for row in rows], params)
-    for row, ids, alone in zip(rows, encoded, answers, strict=True):
-        assert row["prompt_token_ids"] == alone.prompt_ids and row["token_ids"] == alone.token_ids
-        assert row["messages"][-1]["content"] == alone.text and ids.token_ids == alone.prompt_ids + alone.token_ids
 
 
 def test_a_server_without_the_field_is_asked_once(server: FakeServer, prompts: str, tmp_path: Path) -> None:

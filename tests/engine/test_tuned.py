@@ -264,28 +264,11 @@ def test_copies_wait_for_something_to_copy_at_the_cost_of_plain_decoding() -> No
     assert sizer.node_cost == pytest.approx(0.1, abs=0.01)
 
 
-def test_an_engine_on_a_cpu_sizes_its_trees_by_its_own_steps() -> None:
+def test_an_engine_on_a_cpu_sizes_its_trees_by_its_own_steps_and_changes_no_token() -> None:
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2))
     assert_lossless(engine, requests(12, seed=3))
     assert isinstance(engine._sizer, Sizer) and {PLAIN, FOUR, COPIES} <= set(engine._sizer._times[2].used)
     assert "plain" in engine.what_ran() and not engine.what_ran(), "the steps since the last call"
-
-
-def test_switching_trees_between_steps_changes_no_token() -> None:
-    chosen: set[Tree] = set()
-
-    class NotingSizer(Sizer):
-        def choose(self, num_rows: int) -> Tree:
-            chosen.add(tree := super().choose(num_rows))
-            return tree
-
-    sizer = NotingSizer([
-        RowPlan(rows, (MeasuredTree(*PLAIN, 1.0, 1.0), MeasuredTree(*tree, 1.2, 1.02), MeasuredTree(*SMALL, 1.1, 1.01)))
-        for rows, tree in ((1, LARGE), (2, Tree(3, 3, 10)), (4, Tree(1, 1, 2)))
-    ])  # fmt: skip
-    engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=5), sizer=sizer)
-    assert assert_lossless(engine, requests(12, seed=3)) > 1.0
-    assert PLAIN in chosen and len(chosen) >= 4, chosen  # plain: of five rows
 
 
 def test_muted_requests_are_no_evidence() -> None:

@@ -8,12 +8,7 @@ import torch
 
 from drafter.cli.main import main
 from drafter.models.drafter import RecurrentDrafter
-from tests.tiny_files import make_drafter, make_target
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_target(tmp_path_factory.mktemp("target"))
+from tests.tiny_files import make_drafter
 
 
 @pytest.fixture

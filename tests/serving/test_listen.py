@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,6 @@ from drafter.serving.options import ServeOptions
 from tests.serving.live import MODEL, is_ready
 from tests.serving.test_limits import CHAT, slow_engine
 from tests.serving.tiny import break_for_good, tiny_engine
-from tests.tiny_files import make_target
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
 
@@ -107,9 +105,8 @@ def test_a_server_limits_the_kernels_that_onednn_keeps(monkeypatch: pytest.Monke
         assert os.environ.pop(name) == expected
 
 
-def test_the_processes_of_clients_programs_start_before_the_cache_is_there(tmp_path: Path, monkeypatch) -> None:
+def test_the_processes_of_clients_programs_start_before_the_cache_is_there(target: str, monkeypatch) -> None:
     """A fork keeps the pages of a cache that it shares, once the server writes to them."""
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     reserve, forks = Engine.reserve, list[int]()
 
     def reserved(engine: Engine, num_slots: int) -> None:
@@ -117,7 +114,7 @@ def test_the_processes_of_clients_programs_start_before_the_cache_is_there(tmp_p
         reserve(engine, num_slots)
 
     monkeypatch.setattr(Engine, "reserve", reserved)
-    options = ServeOptions(target=make_target(tmp_path), device="cpu", max_model_len=64)
+    options = ServeOptions(target=target, device="cpu", max_model_len=64)
     load_engine(options).target.encoder.close()
     assert len(set(forks)) == 2, "of templates, and of the forms of answers"
     monkeypatch.setattr(Engine, "step", lambda _: 1 / 0)

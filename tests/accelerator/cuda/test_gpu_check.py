@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import drafter.proposers.beam as beam_module
 import drafter.training.build as build_module
-from drafter.engine import runner
 from drafter.runtimes.torch import runtime as torch_runtime
 from scripts.gpu_check import STAGES, main
 
@@ -19,25 +17,18 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 @pytest.fixture
 def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing asks for numbers: steps hand out one token, 5, and a model on the device is what its twin on a CPU is."""
-    probe, unpack = torch_runtime.probe, runner._unpack
+    """Nothing asks for numbers: a model on the device is what its twin on a CPU is."""
+    probe = torch_runtime.probe
 
     def of_twin(model: Any, name: str) -> Any:
         config = copy.deepcopy(model.config)
         config.dtype = torch.float32
         return probe(type(model)(config), name)
 
-    def unpacked(words_X: torch.Tensor, like: Any) -> list[torch.Tensor]:
-        results = unpack(torch.zeros_like(words_X), like)
-        results[0][:, 0], results[0][:, 1], results[0][:, 2:] = 0, 1, 5  # not failed, one token, which is 5
-        return results
-
     monkeypatch.setattr(torch_runtime, "probe", of_twin)
     monkeypatch.setattr(
         torch_runtime, "_check_tree_forward", lambda runtime, name: torch_runtime._run_small_tree(runtime)
     )
-    monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(beam_module.BeamProposer, "check", lambda *given: None)
     monkeypatch.setattr(build_module, "measure_scales", lambda *given: (1.0, 1.0))
 
 

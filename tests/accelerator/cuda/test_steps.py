@@ -4,7 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -15,11 +15,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import drafter.proposers.beam as beam_module
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.rules import Guide
 from drafter.decoding.sampling import Noise, make_warp, pick_nodes
-from drafter.engine import runner
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import Plan
@@ -31,22 +29,6 @@ GREEDY = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)
 FILTERED = replace(GREEDY, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=4)
 PLAN = Plan.of("drafter", max_num_seqs=4, max_model_len=512, compile=True, beam_width=4, draft_length=3, tree_size=8)
-
-
-@pytest.fixture(autouse=True)
-def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps hand out one token, 5, because what the device computes is garbage."""
-    unpack = runner._unpack
-
-    def unpacked(words_X: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        results = unpack(torch.zeros_like(words_X), like)
-        results[0][:, 0], results[0][:, 1], results[0][:, 2:] = 0, 1, 5  # not failed, one token, which is 5
-        if len(results) > 5:
-            results[-3].fill_(1)  # all places of the trees are nodes
-        return results
-
-    monkeypatch.setattr(runner, "_unpack", unpacked)
-    monkeypatch.setattr(beam_module.BeamProposer, "check", lambda *given: None)  # garbage is not finite
 
 
 @pytest.fixture
