@@ -3,6 +3,8 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -14,6 +16,20 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), f"drafter-test-datasets-{os.getuid()}"))
 
 Refused = Callable[..., None]
+IS_FULL = os.environ.get("DRAFTER_FULL_TESTS") == "1"  # hours
+T = TypeVar("T")
+
+
+def size(small: T, full: T) -> T:
+    """The small size of a slow test, or the full one."""
+    return full if IS_FULL else small
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new $DRAFTER_HOME."""
+    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 @pytest.fixture(params=("avx512-vnni", "avx-vnni", "avx2", "plain"))

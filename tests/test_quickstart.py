@@ -19,13 +19,12 @@ PROMPTS = ROOT / "scripts" / "quickstart-prompts.jsonl"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_reduced_quickstart(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reduced_quickstart(tmp_path: Path, home: Path, monkeypatch, capsys) -> None:
     """Fetch, answer, 30 training steps from new weights and from the package's drafter, export, decode, compare."""
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert main(["target", "fetch", TARGET]) == 0
     file = Path(capsys.readouterr().out.strip().splitlines()[-1])
-    assert file.parent == tmp_path / "home" / "gguf"
+    assert file.parent == home / "gguf"
 
     distill = ["distill", "--target", TARGET, "--out", "answers.jsonl", "--num-prompts", "16", "--max-new-tokens", "48"]
     assert main(distill) == 0

@@ -4,7 +4,6 @@ A test builds the parts on the CPU, replaces their weights by tensors of :mod:`t
 """
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -15,8 +14,6 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import drafter.proposers.beam as beam_module
@@ -49,7 +46,6 @@ _MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "gemma": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 16},
     "windows": {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    "deep": {"model_type": "llama", "num_hidden_layers": 32, "dtype": "bfloat16"},  # kernels of Llama 3.1 8B
 }
 # On the CPU they answer the questions of drafter.runtimes.torch.capabilities.
 _ON_CPU = {
@@ -130,49 +126,6 @@ def test_steps_read_once_and_send_nothing(
     engine = settled(engine_of(target_of(kind), **settings), num_rows, params, options)
     assert len(engine.step()) == num_rows
     assert refuser.copies == {"read": 1}
-
-
-class Kernels(TorchDispatchMode):
-    """Counts operators that write memory, of the target's forward and of all else; views are free."""
-
-    def __init__(self, target: Any) -> None:
-        super().__init__()
-        self.found, self._part = Counter[str](), "rest"
-        target.forward, target.logits = self._of_target(target.forward), self._of_target(target.logits)
-
-    def _of_target(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            self._part = "target"
-            result = function(*args, **kwargs)
-            self._part = "rest"
-            return result
-
-        return inner
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given, made = (
-            {item.untyped_storage()._cdata for item in tree_leaves(tree) if isinstance(item, torch.Tensor)}
-            for tree in ((args, kwargs), result)
-        )
-        self.found[self._part] += func._schema.is_mutable or bool(made - given)
-        return result
-
-
-@pytest.mark.parametrize(
-    ("tree_size", "beam_width", "draft_length", "most"),
-    [(1, 1, 1, 62), (8, 4, 3, 459), (24, 8, 4, 601), (64, 16, 5, 638)],
-)
-def test_kernels_of_a_step(tree_size: int, beam_width: int, draft_length: int, most: int) -> None:
-    """An eager greedy step of one row: at most the kernels of the table of docs/performance.md."""
-    tree = {"beam_width": beam_width, "draft_length": draft_length, "tree_size": tree_size}
-    method = "drafter" if tree_size > 1 else "none"
-    shape = {"num_res_blocks": 2, "block_rank": 16}
-    engine = settled(engine_of(target_of("deep"), shape, method=method, max_num_seqs=1, **tree), 1, GREEDY)
-    with Kernels(engine.target) as count:
-        engine.step()
-    print(tree_size, dict(count.found))
-    assert count.found["rest"] <= most and 1200 < count.found["target"] < 1600
 
 
 def test_prefill_and_shared_prefixes_read_nothing() -> None:

@@ -64,8 +64,7 @@ def test_transformers_answers_by_our_settings_and_sets_aside_those_that_came_wit
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+def file(tmp_path: Path, home: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf")
 
 

@@ -14,7 +14,7 @@ from drafter.cli.main import main
 from drafter.engine.tuned import COPIES, MANY_COPIES, PLAIN, Tree, read_tuned
 from drafter.runtimes.torch.runtime import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
-from tests.tiny_files import make_drafter, make_target
+from tests.tiny_files import make_drafter
 
 MODELS = {"target": "tiny", "drafter": "tiny"}
 SETTINGS = TuneOptions(**MODELS, batch_sizes=(2, 1), tree_sizes=(2, 4, 8), max_new_tokens=24, seconds=20)
@@ -68,9 +68,7 @@ def test_what_allows_no_measurement_is_refused() -> None:
         tune(shared_target(), trained_drafter(), [[1] * 10**4], SETTINGS)
 
 
-def test_the_command_writes_a_file_that_other_commands_take(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    target = make_target(tmp_path)
+def test_the_command_writes_a_file_that_other_commands_take(target: str, tmp_path: Path, capsys) -> None:
     models = ["--target", target, "--drafter", make_drafter(target, tmp_path / "drafter"), "--device", "cpu"]
     (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     words = ["tune", *models, "--prompts", str(tmp_path / "p.jsonl"), "--batch-sizes", "1", "--tree-sizes", "4"]

@@ -37,12 +37,9 @@ def test_missing_things(target: str, refused: Refused, tmp_path: Path) -> None:
         (["--prompts", folder], "is a folder"),
         (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "h\udcff"], "--prompt holds bytes that are no UTF-8"),
-        (["--prompt", "hi", "--target", "smollm"], "unknown target 'smollm': give an alias (smollm2-135m, "),
-        (["--prompt", "hi", "--target", "./none"], "--target ./none: there is no such file or folder"),
         (["--prompt", "hi", "--out", folder], "is a folder: name a file in it"),
         (["--prompt", "hi", "--compare"], "--compare sets a method beside"),
         (["--out", "x.jsonl"], "need --prompt or --prompts"),
-        (["--prompt", "hi", "--device", "gpu"], "--device 'gpu'"),
         (["--prompt", "hi", "--method", "drafter", "--drafter", f"{folder}/none"], "there is no such folder"),
         (["--prompt", "hi", "--method", "drafter", "--drafter", folder], "holds no config.json"),
     ):

@@ -14,9 +14,9 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.proposers.options import Method
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
+from tests.conftest import size
 from tests.engine.drafters import answers_of, prompts_for, shared_target, trained_drafter
 from tests.engine.oracle import VOCAB, assert_lossless, ids, plan_of, requests, tiny_target
-from tests.sizes import size
 
 NO_EOS = SamplingParams(max_new_tokens=30, ignore_eos=True)
 # The drafter was trained on the answers to these: it drafts most of them right.
@@ -33,10 +33,8 @@ def hugging_face_answer(
     target: Target, prompt: list[int], num_tokens: int, eos: Sequence[int] = (), **more: object
 ) -> list[int]:
     prompt_1T = torch.tensor([prompt])
-    options = {"max_new_tokens": num_tokens, "eos_token_id": list(eos) or VOCAB + 1, "pad_token_id": 0}
-    output = target.model.generate(
-        prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, **options, **more
-    )
+    options = {"max_new_tokens": num_tokens, "eos_token_id": list(eos) or VOCAB + 1, "pad_token_id": 0} | more
+    output = target.model.generate(prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, **options)
     return output[0, len(prompt) :].tolist()
 
 

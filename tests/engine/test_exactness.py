@@ -22,9 +22,9 @@ from drafter.engine.engine import Engine
 from drafter.engine.settings import Plan
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from tests.conftest import size
 from tests.reference.table_target import TableTarget, exact_distribution
 from tests.reference.warpers import rule, softmax, warp
-from tests.sizes import size
 
 ALPHA = 1e-8
 NUM_SEEDS = size(20_000, 200_000)

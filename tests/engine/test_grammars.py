@@ -105,9 +105,8 @@ def test_transformers_generates_the_same_under_the_same_masks() -> None:
     matcher = Grammars(target)._matcher("json_schema", json.dumps(SCHEMA))
     ids = torch.tensor([PROMPT])
     options = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0, "eos_token_id": list(target.eos_token_ids)}
-    output = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), logits_processor=[Masked(matcher, len(PROMPT))], **options
-    )
+    options |= {"attention_mask": torch.ones_like(ids), "logits_processor": [Masked(matcher, len(PROMPT))]}
+    output = target.model.generate(ids, **options)
     params = SamplingParams(max_new_tokens=90, json_schema=SCHEMA)  # type: ignore[arg-type]
     [answer] = Engine(target, config=EngineConfig(method="lookup")).generate([PROMPT], params)
     assert answer.token_ids == output[0, len(PROMPT) :].tolist() and answer.finish_reason == "stop"

@@ -10,17 +10,13 @@ import drafter
 from drafter import Engine, SamplingParams
 from drafter.engine.loading import shipped_drafter
 from drafter.engine.settings import tuned_path
-from tests.data.tiny import save_target
-from tests.serving.tiny import tiny_drafter, tiny_target
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
-def test_an_engine_is_loaded_by_names(tmp_path: Path) -> None:
-    target = save_target(tiny_target(), tmp_path / "target")
-    tiny_drafter().save_pretrained(tmp_path / "drafter")
+def test_an_engine_is_loaded_by_names(target: str, drafter: str) -> None:
     plain = Engine.load(target, dtype="float32", runtime="torch", max_num_seqs=2, method="none")
-    drafted = Engine.load(target, str(tmp_path / "drafter"), dtype="float32", runtime="torch", draft_length=2)
+    drafted = Engine.load(target, drafter, dtype="float32", runtime="torch", draft_length=2)
     without = Engine.load(target, "none")
     assert (plain.plan.max_num_seqs, plain.plan.method) == (2, "none")
     assert (drafted.plan.method, drafted.plan.record()["draft_length"]) == ("drafter", 2)
@@ -38,10 +34,9 @@ def test_public_names_are_loaded_on_first_use() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_measured_sizes_of_a_shipped_drafter_lie_in_the_users_folder(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+def test_measured_sizes_of_a_shipped_drafter_lie_in_the_users_folder(tmp_path: Path, home: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tuned_path("smollm2-135m") == tmp_path / "home" / "tuned" / "smollm2-135m" / "tuned.json"
+    assert tuned_path("smollm2-135m") == home / "tuned" / "smollm2-135m" / "tuned.json"
     assert shipped_drafter("nobody's") is None
     own = tmp_path / "smollm2-135m"
     own.mkdir()  # a folder of that name goes first, as it does for the drafter itself
@@ -49,5 +44,5 @@ def test_measured_sizes_of_a_shipped_drafter_lie_in_the_users_folder(tmp_path: P
     assert tuned_path(str(own)) == own / "tuned.json"
     shipped = shipped_drafter("smollm2-135m")  # as a drafter remembers the folder it was loaded from
     assert shipped is not None and (shipped / "model.safetensors").is_file()
-    assert tuned_path(shipped) == tmp_path / "home" / "tuned" / "smollm2-135m" / "tuned.json"
-    assert tuned_path("owner/name") == tmp_path / "home" / "tuned" / "owner--name" / "tuned.json"
+    assert tuned_path(shipped) == home / "tuned" / "smollm2-135m" / "tuned.json"
+    assert tuned_path("owner/name") == home / "tuned" / "owner--name" / "tuned.json"

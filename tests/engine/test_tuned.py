@@ -256,9 +256,8 @@ def test_copies_wait_for_something_to_copy_at_the_cost_of_plain_decoding() -> No
         tree = sizer.choose(1)
         is_match = tree.is_copies and step >= 100
         num_nodes = tree.tree_size if is_match else 1
-        sizer.observe(
-            [5 if is_match and step < 300 else 0], 1 + 0.1 * (num_nodes - 1) + 0.03 * tree.is_copies, num_nodes
-        )
+        kept = 5 if is_match and step < 300 else 0
+        sizer.observe([kept], 1 + 0.1 * (num_nodes - 1) + 0.03 * tree.is_copies, num_nodes)
         seen.append(tree.is_copies)
     assert sum(seen[:100]) > 80 and sum(seen[100:300]) > 180 and sum(seen[500:]) < 80
     assert sizer.node_cost == pytest.approx(0.1, abs=0.01)

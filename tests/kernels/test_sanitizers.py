@@ -37,10 +37,8 @@ def test_the_tests_of_the_native_step_are_clean_under_sanitizers(tmp_path: Path)
     environment = {**os.environ, "CXX": "g++", "CXXFLAGS": flags, "PYTHONPATH": str(tmp_path)}
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(build, cwd=tmp_path, env=environment, check=True)
-    found = [
-        subprocess.check_output(["g++", f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan")
-    ]
-    environment["LD_PRELOAD"] = " ".join(line.strip() for line in found)
+    asked = (["g++", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan"))
+    environment["LD_PRELOAD"] = " ".join(subprocess.check_output(words, text=True).strip() for words in asked)
     environment["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
     tests = ["tests/kernels/test_native.py", "tests/runtimes/native"]
     tests += ["tests/proposers/test_beam_reference.py", "tests/decoding"]

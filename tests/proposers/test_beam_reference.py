@@ -206,10 +206,10 @@ def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying):
         depth_M = torch.arange(1, plain.max_depth + 1).repeat_interleave(torch.tensor(plain.level_sizes))
         found, expected = (each.draft(case.rows, case.noise) for each in (packed, plain))
         for row in range(case.num_rows):
-            both = [
-                (nodes.token_BM[row], nodes.parent_BM[row], depth_M, nodes.score_BM[row]) for nodes in (found, expected)
-            ]
-            ours, theirs = (paths_of(nodes_of(0, *columns)) for columns in both)
+            ours, theirs = (
+                paths_of(nodes_of(0, nodes.token_BM[row], nodes.parent_BM[row], depth_M, nodes.score_BM[row]))
+                for nodes in (found, expected)
+            )
             common = ours.keys() & theirs.keys()
             num_nodes[0] += len(theirs)
             num_nodes[1] += len(common)
@@ -258,9 +258,7 @@ def test_ancestors_and_walk_equal_the_reference(form):
         pick_BN = torch.tensor(picks)
         accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth + extra)
         emitted_BZ = accepted.emitted(candidates)
-        last_B = vmap(partial(reference.accept_tree, max_depth=max_depth))(
-            candidates.token_BN, candidates.parent_BN, candidates.depth_BN, pick_BN
-        )
+        last_B = vmap(partial(reference.accept_tree, max_depth=max_depth))(*candidates[:3], pick_BN)
         assert torch.equal(vmap(partial(reference.ancestors, max_depth=max_depth))(candidates.parent_BN), ancestor_BNN)
         for row, nodes in enumerate(trees):
             path = reference.path_to(nodes, last_B[row].item())

@@ -22,9 +22,9 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target
 from drafter.serving.listen import load_engine
 from drafter.serving.options import ServeOptions
+from tests.conftest import IS_FULL, size
 from tests.robustness.conftest import Place
 from tests.serving.live import MODEL, Live, live_server
-from tests.sizes import IS_FULL, size
 
 # As in a server's own process, where nothing computes before the server sets the variable.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")

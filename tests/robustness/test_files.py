@@ -15,10 +15,10 @@ import pytest
 import torch
 import yaml
 
+from tests.conftest import size
 from tests.data.tiny import save_target, tiny_target
 from tests.robustness.conftest import Place
 from tests.robustness.harness import VALUES, damaged, mutated
-from tests.sizes import size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -142,9 +142,8 @@ def valid(place: Place, checkpoints: list[Path], tmp_path_factory: pytest.TempPa
     small = f"--target {place.target} --prompts {place.prompts} --device cpu"
     sizes = f"--batch-sizes 1,2 --tree-sizes 4 --max-new-tokens 8 --seconds 2 --out {folder}/tuned.json"
     place.run.must(f"tune {small} --drafter {place.drafter} {sizes}".split())
-    place.run.must(
-        f"bench {small} --methods none,lookup --max-new-tokens 3 --rounds 1 --out {folder}/results.jsonl".split()
-    )
+    few = f"--methods none,lookup --max-new-tokens 3 --rounds 1 --out {folder}/results.jsonl"
+    place.run.must(f"bench {small} {few}".split())
     settings = {"target": place.target, "prompt": ["hi"], "max_new_tokens": 2, "temperature": 0.5, "method": "lookup"}
     (folder / "decode.yaml").write_text(yaml.safe_dump(settings))
     (folder / "prompts.jsonl.gz").write_bytes(gzip.compress(Path(place.prompts).read_bytes()))

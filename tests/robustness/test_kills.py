@@ -14,10 +14,10 @@ import pytest
 from drafter.engine.tuned import read_tuned
 from drafter.models.checkpoint import read_trained
 from drafter.models.drafter import RecurrentDrafter
+from tests.conftest import size
 from tests.data.tiny import write_jsonl
 from tests.robustness.conftest import Place
 from tests.robustness.harness import leftovers
-from tests.sizes import size
 from tests.tiny_files import answered_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]

@@ -127,15 +127,14 @@ def test_logprobs(idle: Live) -> None:
         assert joined.replace(END, "") == text, "also where a character has several tokens"
         for place, (token, item) in enumerate(zip(wanted.token_ids, content, strict=True)):
             assert math.isclose(item.logprob, logprob_TV[place, token].item(), abs_tol=1e-4)
-            best = logprob_TV[place].topk(2)
-            assert [top.logprob for top in item.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+            likeliest = logprob_TV[place].topk(2)
+            assert [top.logprob for top in item.top_logprobs] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
     older = complete(idle, wanted.prompt_ids, {"ignore_eos": True}, **sampling, max_tokens=24, logprobs=2)
     lists = older.choices[0].logprobs
     assert lists.tokens == [item.token for item in streamed]
     assert lists.token_logprobs == pytest.approx([item.logprob for item in streamed], abs=1e-4)
-    assert [max(top.values()) for top in lists.top_logprobs] == pytest.approx(
-        [item.top_logprobs[0].logprob for item in streamed], abs=1e-4
-    )
+    best = [item.top_logprobs[0].logprob for item in streamed]
+    assert [max(top.values()) for top in lists.top_logprobs] == pytest.approx(best, abs=1e-4)
     assert lists.text_offset[0] == 0 and lists.text_offset == sorted(lists.text_offset)
 
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from drafter.serving.protocol import ChatRequest, CompletionRequest
+from tests.conftest import size
 from tests.robustness.harness import VALUES, damaged, mutated
 from tests.serving.live import MODEL, Live, live_server
 from tests.serving.tiny import tiny_engine
-from tests.sizes import size
 
 _FIELDS = [
     *{**ChatRequest.model_fields, **CompletionRequest.model_fields}, "tools", "response_format", "logit_bias", "\ud800",

@@ -19,13 +19,8 @@ from tests.runtimes.native.gguf_models import write_model
 from tests.targets.tiny_gguf import CONTEXT, write_gguf, write_wheels
 from tests.targets.zoo import TARGETS, build
 
+pytestmark = pytest.mark.usefixtures("home")
 ALIAS = "tiny"
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -237,8 +237,7 @@ def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:
         assert answer(folder) == whole
 
 
-def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
+def test_an_odd_gguf_header_is_refused_in_one_line(tmp_path: Path, home: Path) -> None:
     for field, number, message in (
         ("head_count", 0, "division"),
         ("block_count", 10**9, "its header names 1000000000 layers"),

@@ -27,10 +27,10 @@ from drafter.targets.fingerprint import fingerprint_of
 from drafter.targets.slots import Slots
 from drafter.targets.target import Target
 from drafter.utils.fingerprint import same_fingerprint
+from tests.conftest import size
 from tests.engine.oracle import answer, oracle, requests
 from tests.runtimes.torch.test_masks import path_to, random_parents
 from tests.serving.tiny import tiny_target as tiny_chat_target
-from tests.sizes import size
 from tests.targets.zoo import OTHERS, TARGETS, VOCAB, build, drafted, generated, panel, prompts_of
 
 NUM_NODES, NUM_SLOTS = 7, 40

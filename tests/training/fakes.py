@@ -74,9 +74,8 @@ def make_module(
         parts = Parts(*[token_rows(masks)] * 2)
     made, _ = build_drafter(target, parts, options, None)
     teacher = Teacher(target, made, torch.bfloat16 if precision.startswith("bf16") else torch.float32)
-    return DrafterModule(
-        made, teacher, Objective(**dict(objective)), OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **dict(optim)})
-    )
+    small = OptimOptions(**{"lr": 0.01, "warmup_steps": 5, **dict(optim)})
+    return DrafterModule(made, teacher, Objective(**dict(objective)), small)
 
 
 def make_trainer(folder: Any, **changes: Any) -> Trainer:

@@ -189,6 +189,5 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, refused: Refused) ->
     for more, message in (
         (["--traffic", str(few)], "1 different prompts: about 80 are needed"),
         (["--out", str(tmp_path / "mine")], "is no exported drafter"),
-        (["--trainer.acelerator", "cpu"], "acelerator"),
     ):
         refused(words(place, tmp_path / "new", *more), message)

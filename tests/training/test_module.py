@@ -167,9 +167,8 @@ def test_logits_are_the_targets_own_where_they_are_large(name: str) -> None:
 def test_training_from_stored_states_is_training_from_the_target(tmp_path: Path, monkeypatch) -> None:
     """Once the states are there no training asks the target, and a full cache is as good."""
     target = tiny_target()
-    rows = [
-        {"prompt_token_ids": [5, 6 + i, 7], "token_ids": [8 + (i * j) % 50 for j in range(6 + i)]} for i in range(20)
-    ]
+    answers = [[8 + (i * j) % 50 for j in range(6 + i)] for i in range(20)]
+    rows = [{"prompt_token_ids": [5, 6 + i, 7], "token_ids": answer} for i, answer in enumerate(answers)]
     names, fused = [write_jsonl(tmp_path / "train.jsonl", rows)], {"context": "fused", "context_layers": (0, 1)}
     settings: dict[str, Any] = {"val": 0.4, "max_length": 64, "batch_tokens": 200}
     live = losses_of(tmp_path, names, target, fused, **settings)

@@ -142,9 +142,8 @@ def test_a_run_takes_the_fastest_precision(dtype: str, precision: str, place: Pa
     assert make_trainer(options_of(own)).precision == "32-true"
 
 
-def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, home: Path, tmp_path, monkeypatch) -> None:
     """By the native step, which computes the cached states and the decoded texts; nothing is converted on the disk."""
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     file, seen = str(write_gguf(tmp_path / "tiny.gguf", matrices="Q8_0")), []
     rows = [{"prompt_token_ids": [5, 6, 7 + i], "token_ids": [8 + i % 5, 9, 10, 2]} for i in range(60)]
     write_jsonl(tmp_path / "ids.jsonl", rows)
@@ -155,7 +154,7 @@ def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, tmp_path: Path
     train(words(place, tmp_path / "run", *TOKENS_PER_STEP, "--target", file, *more))
     assert [(each.runtime.name, each.fingerprint) for each in seen] == [("native", target.fingerprint)]
     assert "output_weight_VD" not in vars(seen[0].runtime), "rows beyond the draft vocabulary are not held"
-    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    assert not list(home.rglob("*.safetensors"))
     state_file = next((tmp_path / "states").glob("*.safetensors"))
     stored = load_file(state_file)
     hidden_TD = target.forward(stored["token_ids"][None]).hidden_BTD[0]
@@ -462,9 +461,8 @@ def wandb_run(place: Path, no_key: None) -> Path:
 def test_metrics_and_config_are_in_the_file(wandb_run: Path) -> None:
     names = ("train/loss", "train/lr", "train/positions_per_s", "val/loss", "val/top8_d2", "val/tokens_per_step")
     assert_holds(run_files(wandb_run)[0], *names, "val/accepted_d3", "max_length", "versions")
-    tokens, *accepted = (
-        logged(wandb_run, f"val/{name}") for name in ("tokens_per_step", *(f"accepted_d{d}" for d in (1, 2, 3)))
-    )
+    tokens = logged(wandb_run, "val/tokens_per_step")
+    accepted = [logged(wandb_run, f"val/accepted_d{depth}") for depth in (1, 2, 3)]
     assert [step for step, _ in tokens] == [3, 7, 11]
     # An answer's last step may end with an accepted draft token, so the target's own token is not always there.
     for (_, rate), *shares in zip(tokens, *accepted, strict=True):

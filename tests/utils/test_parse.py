@@ -49,8 +49,9 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
             read_json(place)
     with (tmp_path / "large").open("wb") as stream:
         stream.truncate(1 << 40)
-    with pytest.raises(ValueError, match="larger than"):
-        read_json(tmp_path / "large")
+    for read in (read_json, read_yaml):
+        with pytest.raises(ValueError, match="larger than"):
+            read(tmp_path / "large")
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
 

@@ -22,8 +22,7 @@ from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import Plan
 from drafter.targets.target import Target
-from tests.accelerator.cuda.device import counted, counts
-from tests.accelerator.cuda.models import CUDA, EIGHT_B, TINY, drafter_of, target_of
+from tests.accelerator.cuda.device import CUDA, EIGHT_B, TINY, counted, counts, drafter_of, target_of
 
 GREEDY = SamplingParams(max_new_tokens=300, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, seed=3)

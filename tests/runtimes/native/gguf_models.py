@@ -38,9 +38,8 @@ def write_model(
     if architecture in ("gemma2", "gemma3", "phi3", "starcoder2") and config.sliding_window:
         numbers["sliding_window"] = config.sliding_window
     if kind == "Granite":
-        numbers |= {
-            f"{name}_scale": getattr(config, f"{name}_multiplier") for name in ("attention", "embedding", "residual")
-        }
+        scaled = ("attention", "embedding", "residual")
+        numbers |= {f"{name}_scale": getattr(config, f"{name}_multiplier") for name in scaled}
         numbers["logit_scale"] = config.logits_scaling
     if whole["rope_type"] == "linear":
         numbers |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": whole["factor"]}

@@ -100,9 +100,8 @@ FROM_GGUF = [
 @pytest.mark.parametrize(("kind", "changes"), FROM_GGUF)
 @torch.no_grad()
 def test_gguf_files_of_every_family_have_the_logits_of_transformers(
-    kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, changes: dict[str, Any], tmp_path: Path, home: Path
 ) -> None:
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     model = saved(kind, tmp_path, **changes)
     file = write_model(model, kind, tmp_path / "model.gguf")
     target = load_target(str(file), device="cpu", runtime="native", dtype="float32")
@@ -200,10 +199,9 @@ def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monk
     [("Qwen2", "q_proj.bias", ""), ("Qwen3", "q_norm.weight", ""), ("Llama", "", "o_proj"), ("Llama", "", "lm_head")],
 )
 def test_weights_that_transformers_has_not_or_asks_for_are_not_passed_over(
-    kind: str, lost: str, added: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, lost: str, added: str, tmp_path: Path, home: Path
 ) -> None:
     folder, file = tmp_path / "model", tmp_path / "model" / "model.safetensors"
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     saved(kind, folder)
     native_target(folder)  # a checkpoint of the same configuration was found right before
     weights = {name: weight for name, weight in load_file(file).items() if not (lost and name.endswith(lost))}

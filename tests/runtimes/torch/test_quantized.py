@@ -115,9 +115,8 @@ def test_drafted_text_is_the_text_of_the_quantised_target(scheme: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", [*_ALL, "gguf", "int8"])
-def test_train_and_export(scheme: str, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_train_and_export(scheme: str, tmp_path: Path, home: Path, monkeypatch, caplog) -> None:
     """One step on the hidden states of the quantised target; the exported drafter decodes."""
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     place = Path(make_target(tmp_path))
     shutil.copytree(place, "target")

@@ -1,6 +1,6 @@
-"""A process of vLLM's environment: answers requests, a JSON object on each line of its input.
+"""A process of vLLM's environment, for scripts/vllm_test.sh: answers requests, a JSON object on each line of its input.
 
-    python worker.py '{"model": "FOLDER", "dtype": "float32"}' ...      one argument a model: those of vllm.LLM
+    python vllm_worker.py '{"model": "FOLDER", "dtype": "float32"}' ...      one argument a model: those of vllm.LLM
     {"model": 0, "prompts": [[1, 2], ...], "params": {"max_tokens": 64}, "batch": 8}
 
 Every reply is one line: generated token ids in the order of the prompts, and the steps of speculation. A model is
