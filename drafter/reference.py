@@ -163,7 +163,7 @@ def keep_final_beams(nodes: list[Node], length: int) -> list[Node]:
 
 
 def walk(nodes: list[Node], pick: Pick, text: list[int], i: int = 0) -> list[int]:
-    """Tokens that a step emits from node i on: while the target's own pick is a child, go there.
+    """The emitted tokens from node i on: while the target's own pick is a child, go there.
 
     The last token is a pick that is no child. `text` ends with node i's token.
     """

@@ -268,13 +268,14 @@ def _compare(drafting: "Engine", options: DecodeOptions, asked: Sequence[Asked])
             start = time.perf_counter()
             answers.extend(engine.generate(part, options, options=told))
             seconds[number] += time.perf_counter() - start
-    rows = []
+    lines = []
     for each, one, other in zip(asked, plain, drafted, strict=True):
         verdict = _verdict(target, one, other, is_greedy=options.temperature == 0)
-        rows.append([printable(each.last_turn, 28), *_speeds([one], [other], [one.seconds, other.seconds]), verdict])
-    num_same = sum(row[-1] == "yes" for row in rows)
-    verdict = "yes" if num_same == len(rows) else f"no ({num_same}/{len(rows)})"
-    print(format_table(["prompt", *_SPEEDS, "identical"], [*rows, ["all", *_speeds(plain, drafted, seconds), verdict]]))
+        lines.append([printable(each.last_turn, 28), *_speeds([one], [other], [one.seconds, other.seconds]), verdict])
+    num_same = sum(line[-1] == "yes" for line in lines)
+    verdict = "yes" if num_same == len(lines) else f"no ({num_same}/{len(lines)})"
+    lines.append(["all", *_speeds(plain, drafted, seconds), verdict])
+    print(format_table(["prompt", *_SPEEDS, "identical"], lines))
     print("steps:", drafting.what_ran() or plan.method, file=sys.stderr)
     return drafted
 

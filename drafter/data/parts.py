@@ -76,10 +76,8 @@ def with_states(
 
 def summary_of(names: Sequence[str], rows: TokenRows, train_on: str) -> dict[str, Any]:
     """Rows to train on in numbers, and each file by name, with a hash of its bytes (None for data of the hub)."""
-    files = [
-        {"name": Path(name).name, "sha256": digest_of_rows(name)}
-        if Path(name).is_file()
-        else {"name": name, "sha256": None}
-        for name in names
-    ]
+    files: list[dict[str, Any]] = [{"name": name, "sha256": None} for name in names]
+    for file, name in zip(files, names, strict=True):
+        if Path(name).is_file():
+            file |= {"name": Path(name).name, "sha256": digest_of_rows(name)}
     return {"files": files, "rows": len(rows), "trained_tokens": rows.num_trained_tokens, "train_on": train_on}

@@ -47,7 +47,7 @@ def _signed(word: int) -> int:
 
 
 _GAMMA = _signed(0x9E3779B97F4A7C15)
-_STREAM_STEP = 0xD1B54A32D192ED03  # any odd constant that is not GAMMA
+_STREAM_STRIDE = 0xD1B54A32D192ED03  # any odd constant that is not GAMMA
 _MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
@@ -69,7 +69,7 @@ def mix64(word: Tensor) -> Tensor:
 
 def _stream_start_BT(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
     """[B], [B, T] -> [B, T]: start states. Two hashes keep (seed, position) and (seed + 1, position - 1) apart."""
-    seed_key_B = mix64(mix64(seed_B.long()) + _signed((stream + 1) * _STREAM_STEP % (1 << 64)))
+    seed_key_B = mix64(mix64(seed_B.long()) + _signed((stream + 1) * _STREAM_STRIDE % (1 << 64)))
     return mix64(seed_key_B[:, None] + (position_BT.long() + 1) * _GAMMA)
 
 

@@ -79,7 +79,7 @@ class EngineAnswerer:
         return {"target_fingerprint": target.fingerprint, "dtype": str(target.dtype).removeprefix("torch.")}
 
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
-        """See :class:`Answerer`. The shortest prompts come first: rows of a step are alike."""
+        """See :class:`Answerer`. The shortest prompts come first: requests of a step are alike."""
         target = self.engine.target
         texts = target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
         if self.states is not None and wanted:

@@ -475,11 +475,11 @@ class Runner:
         path_BZ, active_B1 = accepted.path_BZ, rows.is_active_B[:, None]
         length_B1 = rows.length_B[:, None]
         if num_emitted > 1:
-            step_L = torch.arange(1, num_emitted, device=emitted_BZ.device)
+            depth_L = torch.arange(1, num_emitted, device=emitted_BZ.device)
             # Depth d of the path goes to slot length + d. Later depths repeat the last accepted node; the next tree
             # overwrites these slots. Inactive rows move nothing.
             from_BL = torch.where(active_B1, length_B1 + path_BZ[:, 1:], 0)
-            to_BL = torch.where(active_B1, length_B1 + step_L, 0)
+            to_BL = torch.where(active_B1, length_B1 + depth_L, 0)
             self.cache.move_slots(from_BL, to_BL)
         last_B11 = path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
         context_BC = context_BNC.gather(1, last_B11)[:, 0]
@@ -546,10 +546,10 @@ def check_fit(models: Sequence[Target], num_rows: int, num_slots: int, num_nodes
     target = models[0]
     free = [available_bytes(device) for device in {*target.traits.layer_devices, target.device}]
     cache = sum(model.runtime.cache_bytes(num_rows, num_slots) for model in models)
-    step = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
-    if None not in free and cache + step > (available := sum(filter(None, free))):
+    logits = num_rows * num_nodes * target.vocab_size * target.dtype.itemsize
+    if None not in free and cache + logits > (available := sum(filter(None, free))):
         raise ValueError(
             f"{num_rows} rows of {num_slots} slots need {cache / 2**30:.2f} GiB for keys and values and a step with "
-            f"{num_nodes} nodes {step / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB of memory are left on "
+            f"{num_nodes} nodes {logits / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB of memory are left on "
             f"{target.device}: lower --max-num-seqs, --max-model-len or --tree-size"
         )

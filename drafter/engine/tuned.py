@@ -41,7 +41,7 @@ _PAUSE = 12  # steps between two trials, after which a start is over; a short an
 _COPY_GAIN, _MOST_COPY_GAIN = 3.0, 8.0  # whole trees of vain copies that are allowed at first, and after a gain
 _LEAST_COST = 0.005  # of a node, in plain steps
 _COPY_MEMORY = 1024  # steps without copies in which most of a loss is forgotten
-_COPY_SIGN = 9  # tokens that full drafts of a drafter's tree bring in a row where the text is copied
+_COPY_SIGN = 9  # tokens that full drafts of a drafter's tree bring without a miss where the text is copied
 _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calibration has seen
 
 
@@ -230,7 +230,7 @@ class Sizer:
         weights = {False: 8.0, True: 0.6} if self._tries else {False: 16.0, True: 16.0}
         self._seen = {is_copies: _Acceptance(weight, prior=weight) for is_copies, weight in weights.items()}
         self._copy_gain = _COPY_GAIN
-        self._num_full = 0  # accepted tokens of full drafts in a row
+        self._num_full = 0  # accepted tokens of full drafts since the last miss
         self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
 
     def _rate(self, choice: MeasuredTree) -> float:

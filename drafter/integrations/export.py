@@ -156,7 +156,7 @@ def _keep_sizes(drafter: RecurrentDrafter, before: Path, after: Path) -> None:
 def model_card(drafter: RecurrentDrafter, facts: Mapping[str, Any]) -> str:
     """The model card (Markdown); ``facts`` has trained_positions, steps, metrics, training and data, or mean_of."""
     config = drafter.config
-    trained = f" on {facts['trained_positions']:,} positions in {facts['steps']:,} steps"
+    trained = f" on {facts['trained_positions']:,} positions in {facts['steps']:,} training steps"
     rate = facts.get("metrics", {}).get("val/tokens_per_step")
     return _CARD.read_text(encoding="utf-8").format(
         **{name: getattr(config, name) for name in ("head", "num_outputs", "vocab_size", "draft_length")},

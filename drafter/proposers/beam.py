@@ -144,7 +144,7 @@ class BeamProposer(Proposer):
         ).keep(cell, head, output, *blocks, *downs, log_odds_X, embedding_VD, own)  # fmt: skip
 
     def _search(self, drafter: native.Drafter, rows: RowState, noise: Noise | None) -> NodeList:
-        """:meth:`draft` in one call of the native step."""
+        """:meth:`draft` in one native call."""
         num_rows = len(rows.root_B)
         is_fused = self.drafter.fuse_context is not None  # a module's dtype costs a walk over its parts
         hidden_BD = (self.drafter.fuse(rows.context_BC) if is_fused else rows.context_BC).float().contiguous()

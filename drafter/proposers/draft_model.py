@@ -99,15 +99,15 @@ class DraftModelProposer(Proposer):
         root_BTD = (rows.length_B - start_B)[:, None, None].expand(-1, 1, hidden_BTD.shape[2])
         hidden_BTD = hidden_BTD.gather(1, root_BTD)
         drafts: list[Tensor] = []
-        for step in range(self.max_depth):
-            if step:
-                hidden_BTD = self._forward(drafts[-1], rows.length_B + step, rows=rows)
-            # Rows behind the tokens pad the two output matrices to different sizes: a negative pad cuts rows off.
+        for depth in range(self.max_depth):
+            if depth:
+                hidden_BTD = self._forward(drafts[-1], rows.length_B + depth, rows=rows)
+            # The two output matrices may have different padding behind the tokens: a negative pad cuts some off.
             logits_BTV = F.pad(self._draft.logits(hidden_BTD), (0, self._num_padded), value=-torch.inf)
             if noise is None or not self._coupled:
                 drafts.append(argmax(logits_BTV))
             else:
-                drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], step), noise, rows.warp))
+                drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], depth), noise, rows.warp))
         token_BM = torch.cat(drafts, dim=1)
         parent_BM = torch.arange(-1, self.max_depth - 1, device=token_BM.device).expand_as(token_BM)
         score_BM = torch.zeros_like(token_BM, dtype=torch.float32)

@@ -75,9 +75,9 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num
     """The L tokens after each match, int64 [B, W, L]. Beyond its end, the text continues periodically: after "1 2 3 1 2
     3" the match that ends at position 2 proposes 1 2 3, and then 1 2 3 again.
     """
-    step_L = torch.arange(num_tokens, device=history_BS.device)
+    place_L = torch.arange(num_tokens, device=history_BS.device)
     period_BW1 = (position_B[:, None] - match_BW).clamp_min(1)[:, :, None]
-    source_BWL = match_BW[:, :, None] + 1 + step_L % period_BW1
+    source_BWL = match_BW[:, :, None] + 1 + place_L % period_BW1
     return history_BS.gather(1, source_BWL.flatten(1)).view(source_BWL.shape)
 
 
@@ -136,15 +136,15 @@ class LookupProposer(Proposer):
         # Of the matches that propose the same tokens, the first has the node, and the others have none.
         first_BLW = same_BLWW.int().argmax(dim=3)
         match_W = torch.arange(self.num_matches, device=match_BW.device)
-        step_L1 = torch.arange(self.length, device=match_BW.device)[:, None]
-        parent_BLW = (step_L1 - 1) * self.num_matches + first_BLW.roll(1, dims=1)
+        place_L1 = torch.arange(self.length, device=match_BW.device)[:, None]
+        parent_BLW = (place_L1 - 1) * self.num_matches + first_BLW.roll(1, dims=1)
         score_BLW = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf)
         score_BM = score_BLW.flatten(1)
         if self._num_usual < self.num_nodes:
             least_B1 = score_BM.topk(self._num_usual, dim=1).values[:, -1:]
             is_long_B1 = (size_BW >= _LONG_MATCH).any(dim=1, keepdim=True)
             score_BM = score_BM.masked_fill((score_BM <= least_B1) & ~is_long_B1, -torch.inf)
-        return NodeList(token_BLW.flatten(1), parent_BLW.where(step_L1 > 0, -1).flatten(1), score_BM)
+        return NodeList(token_BLW.flatten(1), parent_BLW.where(place_L1 > 0, -1).flatten(1), score_BM)
 
     def _score(self, same_BLWW: Tensor, size_BW: Tensor) -> Tensor:
         """Cumulative log-probability of token l of every match, -inf without a match, [B, L, W]."""
@@ -154,7 +154,7 @@ class LookupProposer(Proposer):
         size_B11W = size_BW[:, None, None, :]
         best_BLW1 = (size_B11W * before_BLWW).amax(dim=3, keepdim=True)
         weight_BLWW = before_BLWW * _WEIGHT_PER_TOKEN ** (size_B11W - best_BLW1).float()
-        step_L1 = torch.arange(self.length, device=size_BW.device)[:, None]
-        none_BLW = 1 / self._odds_X[(best_BLW1[..., 0] + step_L1 - 1).clamp(0, len(_ODDS) - 1)]
+        place_L1 = torch.arange(self.length, device=size_BW.device)[:, None]
+        none_BLW = 1 / self._odds_X[(best_BLW1[..., 0] + place_L1 - 1).clamp(0, len(_ODDS) - 1)]
         share_BLW = (weight_BLWW * same_BLWW).sum(dim=3) / (weight_BLWW.sum(dim=3) + none_BLW)
         return share_BLW.log().cumsum(dim=1).masked_fill(~is_match_BW[:, None], -torch.inf)

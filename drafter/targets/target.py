@@ -25,7 +25,7 @@ class Target:
     :func:`drafter.runtimes.loading.load_target` and :func:`drafter.runtimes.loading.wrap_model`.
 
     ``name`` is what the user called it, ``fingerprint`` a sample of the weights (:mod:`drafter.targets.fingerprint`)
-    with the scheme of their rounding, ``quantization`` (or ``none``), ``max_length`` the context window in tokens;
+    with the scheme of their rounding, ``quantization`` (or ``none``), ``max_length`` the context in tokens;
     ``eos_token_ids`` end an answer.
     """
 

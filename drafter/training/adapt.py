@@ -27,7 +27,7 @@ from drafter.decoding.acceptance import error_of, tokens_per_step
 from drafter.models.drafter import RecurrentDrafter
 from drafter.models.files import WEIGHTS
 from drafter.targets.target import Target
-from drafter.training.callbacks import count_steps
+from drafter.training.callbacks import count_forwards
 from drafter.training.options import AdaptOptions, DrafterOptions, ModelOptions, Objective, OptimOptions, TrainOptions
 from drafter.training.run import train
 from drafter.utils.io import locked, write_atomic
@@ -86,10 +86,8 @@ def adapt(
         _, prompts, num_answers, longest = _kept(work / _ROWS, lambda: (key, *_prepare(target, work, options)))
 
         def measured() -> dict[str, Figure]:
-            before, after = (
-                count_steps(target, load_drafter(str(folder), target), prompts, _NUM_TOKENS)
-                for folder in (drafter, made)
-            )
+            drafters = (load_drafter(str(folder), target) for folder in (drafter, made))
+            before, after = (count_forwards(target, each, prompts, _NUM_TOKENS) for each in drafters)
             return {name: compared(before[name], after[name]) for name in before}
 
         if not made.exists():
@@ -117,7 +115,7 @@ def split(rows: Sequence[TrafficRow]) -> tuple[list[TrafficRow], list[TrafficRow
 
 
 def compared(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> Figure:
-    """Two measurements of the same prompts, as (tokens, steps) of each prompt."""
+    """Two measurements of the same prompts, as (tokens, target forwards) of each prompt."""
     old, new = tokens_per_step(before), tokens_per_step(after)
     return Figure(old.value, new.value, error_of([b - a for a, b in zip(old.shares, new.shares, strict=True)]))
 

@@ -35,10 +35,10 @@ _FEW_POSITIONS = 10_000
 _MODES = {"drafter alone": False, "with copies": True}
 
 
-def count_steps(
+def count_forwards(
     target: Target, drafter: RecurrentDrafter, prompts: Mapping[str, Sequence[Prompt]], num_tokens: int
 ) -> dict[str, list[tuple[int, int]]]:
-    """(tokens, steps) of each greedy answer of at most ``num_tokens``, by "set, mode", with trees of 8 nodes."""
+    """(tokens, forwards) of each greedy answer of at most ``num_tokens``, by "set, mode", with trees of 8 nodes."""
     tree = EngineConfig(method="drafter", compile=False, beam_width=4, draft_length=3, tree_size=8)
     params = SamplingParams(max_new_tokens=num_tokens)
     found: dict[str, list[tuple[int, int]]] = {}
@@ -54,8 +54,8 @@ def count_steps(
 class TokensPerStep(Callback):
     """Decodes ``prompts`` with the real engine after each validation and logs ``val/tokens_per_step``.
 
-    ``val/accepted_d2`` is the share of steps that accepted a draft token at depth 2. Decoding is greedy, with trees of
-    24 nodes as deep as the drafter is trained, so the figures depend on the drafter alone. Every process decodes the
+    ``val/accepted_d2`` is the share of forwards that accepted a draft token at depth 2. Decoding is greedy, with trees
+    of 24 nodes as deep as the drafter is trained, so the figures depend on the drafter alone. Every process decodes the
     same prompts: a sharded target's processes run each forward together.
     """
 

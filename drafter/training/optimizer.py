@@ -48,12 +48,12 @@ class MuonAdam(torch.optim.Adam):
         return loss
 
 
-def equalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
+def equalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     """A matrix of the same singular vectors whose singular values are about 0.7 to 1.2 (Newton-Schulz iterations)."""
     x_NM = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x_NM = x_NM / x_NM.norm().clamp(min=1e-7)
     a, b, c = _QUINTIC
-    for _ in range(num_steps):
+    for _ in range(num_iterations):
         gram_NN = x_NM @ x_NM.T
         x_NM = torch.addmm(x_NM, torch.addmm(gram_NN, gram_NN, gram_NN, beta=b, alpha=c), x_NM, beta=a)
     return x_NM.T if matrix.shape[0] > matrix.shape[1] else x_NM

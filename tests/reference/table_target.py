@@ -58,7 +58,7 @@ class TableTarget:
         if slots is None:
             place_BT = torch.arange(token_BT.shape[1]).expand_as(token_BT)
             slots, cache = Slots(place_BT, place_BT, None, 0, token_BT.shape[1]), self.new_cache(*token_BT.shape)
-        cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
+        cache.prepare(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
         stored = cache.update(token_BT[:, None, :, None], slots.position_BT[:, None, :, None], 0)
         token_BS, position_BS = (each[:, 0, :, 0] for each in stored)
         place_BS = position_BS - self.prompt_length  # 0 for the first generated token

@@ -277,10 +277,10 @@ class NativeRuntime:
         return native.unpack_rows(self.head, token_X)
 
     def embed(self, token: Tensor) -> Tensor:
-        rows = native.unpack_rows(self.embedding_matrix, token.reshape(-1))
+        embedding_XD = native.unpack_rows(self.embedding_matrix, token.reshape(-1))
         if self.embedding_scale != 1:
-            rows *= self.embedding_scale
-        return rows.view(*token.shape, self.hidden_size)
+            embedding_XD *= self.embedding_scale
+        return embedding_XD.view(*token.shape, self.hidden_size)
 
     def prepare_decoding(self) -> None:
         """Leave the cores to the native step's threads: torch's own, which wait beside them, would take them away."""

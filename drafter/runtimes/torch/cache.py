@@ -3,7 +3,7 @@
 Shapes: B rows · H key/value heads · S slots of a row · K head dimension · T tokens of one forward · L moved slots.
 
 A Hugging Face model writes through :meth:`SlotCache.update`; before the forward the caller says with
-:meth:`SlotCache.plan` which rows run, into which slots their tokens go, and how many slots are visible.
+:meth:`SlotCache.prepare` which rows run, into which slots their tokens go, and how many slots are visible.
 """
 
 import inspect
@@ -87,7 +87,7 @@ class SlotCache(Cache):
         self.rows = slice(0, num_rows)
         self.num_visible = num_slots
 
-    def plan(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
+    def prepare(self, slot_BT: Tensor, *, first_row: int = 0, num_visible: int | None = None) -> None:
         """Say where the rows from ``first_row`` on write in the next forward, and how many slots it sees; None: all."""
         num_rows = slot_BT.shape[0]
         assert first_row + num_rows <= self.num_rows, (first_row, num_rows, self.num_rows)

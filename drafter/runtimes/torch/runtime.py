@@ -125,7 +125,7 @@ class TorchRuntime:
         self, token_BT: Tensor, slots: Slots | None, cache: SlotCache | None, context_layers: Sequence[int] = ()
     ) -> TargetOutput:
         if slots is not None and cache is not None:
-            cache.plan(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
+            cache.prepare(slots.slot_BT, first_row=slots.first_row, num_visible=slots.num_visible)
         output: Any = self.decoder(
             input_ids=token_BT,
             attention_mask=None if slots is None else self._masks(slots),
@@ -176,7 +176,7 @@ def _check_tree_forward(runtime: TorchRuntime, name: str) -> None:
 
     A model that takes positions from somewhere else (ALiBi biases by slot, counts of a 2-D mask), or does not honour
     the mask, gives b, c and d other hidden states. The yardstick is how far they are from a plain causal forward over
-    the packed nodes, that is from ignoring the tree.
+    the nodes as a text, that is from ignoring the tree.
     """
     try:
         tree_XD, path_XD, chain_XD = _run_small_tree(runtime)
@@ -212,7 +212,7 @@ def _run_small_tree(target: TorchRuntime) -> tuple[Tensor, Tensor, Tensor]:
     slots = Slots(slot_BN, position_BN, ancestor_NN.expand(2, -1, -1), num_visible=num_slots)
     hidden_BND = target.forward(tree_BN, slots, cache).hidden_BTD
 
-    # Rows of plain causal forwards, padded on the right: root a c, root b d, and all five in a row.
+    # Rows of plain causal forwards, padded on the right: root a c, root b d, and all five one after the other.
     orders = ([0, 1, 3], [0, 2, 4], [0, 1, 2, 3, 4])
     lines = [torch.cat([prefix_BT[r, :size], tree_BN[r, nodes]]) for r, size in enumerate(sizes) for nodes in orders]
     plain_XTD = target.forward(nn.utils.rnn.pad_sequence(lines, batch_first=True), None, None).hidden_BTD

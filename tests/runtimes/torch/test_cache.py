@@ -34,10 +34,10 @@ def test_what_models_and_the_memory_check_ask() -> None:
     assert SHAPE.num_bytes(ROWS, SLOTS, torch.float32) == sum(kept.nbytes for kept in contents(cache))
     assert SHAPE.num_bytes(ROWS, SLOTS, torch.bfloat16) * 2 == SHAPE.num_bytes(ROWS, SLOTS, torch.float32)
     assert (cache.get_seq_length(), cache.get_max_length(), len(cache.layers)) == (0, SLOTS, LAYERS)
-    cache.plan(torch.zeros(1, 1, dtype=torch.int64), num_visible=4)
+    cache.prepare(torch.zeros(1, 1, dtype=torch.int64), num_visible=4)
     assert cache.get_mask_sizes(1, 0) == (4, 0)
     with pytest.raises(AssertionError):
-        cache.plan(torch.zeros(2, 1, dtype=torch.int64), first_row=ROWS - 1)
+        cache.prepare(torch.zeros(2, 1, dtype=torch.int64), first_row=ROWS - 1)
 
 
 @pytest.mark.parametrize(("first_row", "num_visible"), [(0, None), (2, 6)])
@@ -45,7 +45,7 @@ def test_update_agrees_with_a_loop(first_row: int, num_visible: int | None) -> N
     cache = new_cache()
     wanted_keys, wanted_values = contents(cache)
     slot_BT = torch.tensor([[3, 4, 5], [0, 1, cache.spare_slot]])
-    cache.plan(slot_BT, first_row=first_row, num_visible=num_visible)
+    cache.prepare(slot_BT, first_row=first_row, num_visible=num_visible)
     for layer in range(LAYERS):
         keys, values = torch.randn(2, 2, 3, LAYER.key_dim), torch.randn(2, 2, 3, LAYER.value_dim)
         seen_keys, seen_values = cache.update(keys, values, layer)
