@@ -164,24 +164,6 @@ def test_extreme_words_give_finite_noise():
     assert noise.isfinite().all() and noise.min() > -3.7 and noise.max() < 36.8
 
 
-@pytest.mark.parametrize(
-    "name,sample",
-    [
-        ("tokens", lambda: uniforms_BTM([11], [[0]], 1 << 17)),
-        ("positions", lambda: uniforms_BTM([11], [list(range(1 << 17))], 1)),
-        ("seeds", lambda: uniforms_BTM(list(range(1 << 17)), [[3]] * (1 << 17), 1)),
-        ("negative seeds", lambda: uniforms_BTM(list(range(-(1 << 16), 1 << 16)), [[0]] * (1 << 17), 1, stream=2)),
-    ],
-)
-def test_uniformity(name, sample):
-    """Kolmogorov-Smirnov along each axis of the key, and the low bits of the words by chi-square."""
-    values = sample().flatten()
-    assert stats.kstest(values.numpy(), "uniform").pvalue > ALPHA, name
-    assert stats.kstest((-(-values.log()).log()).numpy(), "gumbel_r").pvalue > ALPHA, name
-    low = (values * 2.0**52).long() & 255
-    assert stats.chisquare(torch.bincount(low, minlength=256).numpy()).pvalue > ALPHA, name
-
-
 PAIRS = {
     "neighbouring tokens": ((0, 0, 0), (0, 0, 1)),
     "neighbouring positions": ((0, 0, 0), (0, 1, 0)),

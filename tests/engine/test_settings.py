@@ -1,6 +1,5 @@
 """resolve: what an engine does where the user leaves settings open, and every refusal by its flag."""
 
-from collections import Counter
 from doctest import DocTestParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.cli.decode import DecodeOptions
-from drafter.engine import settings
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
 from drafter.engine.tuned import COPIES, PLAIN, Tree
 from drafter.proposers.options import METHODS, Way
 from drafter.runtimes.base import Traits
 from drafter.runtimes.torch.runtime import TorchRuntime
-from drafter.utils.validate import Range
 from tests.engine.drafters import shared_target, trained_drafter
 from tests.engine.oracle import tiny_target
 
@@ -103,14 +99,6 @@ def test_contradictions_are_refused_before_a_model_is_loaded_where_no_model_is_n
 ) -> None:
     with pytest.raises(ValueError, match=refusal):
         EngineConfig(**given) if models is None else on("cpu", models, **given)
-
-
-def test_a_commands_options_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = Counter[str]()
-    monkeypatch.setattr(Range, "check", lambda self, name, value: checks.update([name]))
-    monkeypatch.setattr(settings, "_refuse_unused", lambda *_: checks.update(["of the engine"]))
-    DecodeOptions(target="t", method="lookup", tree_size=8, stop_token_ids=(5,))
-    assert {"--tree-size", "--top-p", "--stop-token-ids", "of the engine"} < set(checks) and set(checks.values()) == {1}
 
 
 def test_compilation_needs_plain_weights_on_cuda() -> None:
