@@ -46,10 +46,8 @@ class DecodeOptions(Options, SamplingParams, EngineOptions):
 
     common: ClassVar = ("target", "drafter", "prompt", "prompts", "max_new_tokens", "temperature", "out", "compare")
     rare: ClassVar = (
-        "stop_token_ids", "ignore_eos", "compile", "revision", "trust_remote_code", "tuned", "overwrite",
-        "min_p", "runtime", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "regex",
-        "choice", "grammar", "num_speculative_tokens", "max_model_len", "enable_prefix_caching", "prefill_chunk",
-        "device_map",
+        *SamplingParams.rare, "compile", "revision", "trust_remote_code", "tuned", "overwrite", "runtime",
+        "num_speculative_tokens", "max_model_len", "enable_prefix_caching", "prefill_chunk", "device_map",
     )  # fmt: skip
     prompt: tuple[str, ...] = ()
     prompts: str | None = None

@@ -44,9 +44,9 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
         "endpoint", "model",
     )  # fmt: skip
     rare: ClassVar = (
-        "min_p", "compile", "device_map", "revision", "trust_remote_code", "beam_width", "draft_length", "tree_size",
-        "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching", "prefill_chunk",
-        "ray_workers", "ray_gpus", "ray_cpus", "context_layers",
+        *AnswerSettings.rare, "compile", "device_map", "revision", "trust_remote_code", "beam_width", "draft_length",
+        "tree_size", "copying", "num_speculative_tokens", "tuned", "max_model_len", "enable_prefix_caching",
+        "prefill_chunk", "ray_workers", "ray_gpus", "ray_cpus", "context_layers",
     )  # fmt: skip
     kept: ClassVar = "finished answers are in --out; the same command goes on"
     prompts: str | None = None

@@ -26,6 +26,7 @@ class SamplingSettings(Checked):
         seed: any 64-bit integer, signed or unsigned; the same seed gives the same text with any proposer and batch
     """
 
+    rare: ClassVar[tuple[str, ...]] = ("min_p",)  # those that a command's short help leaves out
     max_new_tokens: int = within(128, low=1, high=2**24)
     temperature: float = within(0.0, low=0.0, mend="0 is greedy")
     top_k: int = within(0, low=0, high=2**31, mend="0 turns it off")
@@ -53,6 +54,7 @@ class SamplingParams(SamplingSettings):
     """
 
     prefix: ClassVar[str] = ""  # arguments of Python
+    rare = (*SamplingSettings.rare, *PENALTIES, *STRUCTURES[1:], "stop_token_ids", "ignore_eos", "logit_bias")
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = within((), low=0)
     ignore_eos: bool = False
