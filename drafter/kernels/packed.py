@@ -49,8 +49,12 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 def pack_linears(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> int:
     """Replace every ``nn.Linear`` (not its subclasses); their number. Those to ``keep`` keep the plain weight."""
-    children = [(parent, *named) for parent in module.modules() for named in parent.named_children()]
-    found = [each for each in children if type(each[2]) is nn.Linear]
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
     for parent, name, child in found:
         parent.add_module(name, PackedLinear(child, keep_weight=child in keep))
     return len(found)
