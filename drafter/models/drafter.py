@@ -314,11 +314,11 @@ def check_target(config: DrafterConfig, target: Any) -> None:
         if wanted != found:
             raise ValueError(f"{mine} ({what} {wanted}) and cannot draft for {target.name!r} ({what} {found})")
     written = config.target_fingerprint
-    if written and distance(written, target.fingerprint) > _MOST_DISTANCE:
+    is_same = not written or same_fingerprint(written, target.fingerprint)
+    if not is_same and distance(written, target.fingerprint) > _MOST_DISTANCE:
         raise ValueError(
             f"{mine} and cannot draft for {target.name!r}: their weights differ; "
             "give the target it was trained for (--target), or train a drafter for this one"
         )
-    is_same = not written or same_fingerprint(written, target.fingerprint)
     if not is_same or written.partition("-")[2] != target.fingerprint.partition("-")[2]:
         _log.warning("%s, and %r has its weights rounded otherwise: fewer drafts may be accepted", mine, target.name)

@@ -7,6 +7,7 @@ import struct
 # Hex digits of 32 values of bfloat16: the output matrix, which older fingerprints know alone.
 NUM_OUTPUT_DIGITS = 128
 _HEX = re.compile("([0-9a-f]{4})*")
+_MOST_ROUNDING = 2.0**-7
 
 
 def same_fingerprint(first: str, second: str) -> bool:
@@ -14,12 +15,8 @@ def same_fingerprint(first: str, second: str) -> bool:
 
     >>> same_fingerprint("803f", "813f"), same_fingerprint("803f", "0040")
     (True, False)
-
-    Where one sample is of the output matrix alone, or layers were counted otherwise (fused matrices), the output matrix
-    is compared. The part after a hyphen, the scheme that rounded the weights, is ignored.
     """
-    pairs = _pairs(first, second)
-    return pairs is not None and all(abs(a - b) <= 1e-6 + 2.0**-6 * abs(b) for a, b in pairs)
+    return distance(first, second) <= _MOST_ROUNDING
 
 
 def distance(first: str, second: str) -> float:
@@ -28,20 +25,17 @@ def distance(first: str, second: str) -> float:
 
     >>> distance("803f", "0040")  # 1 and 2
     1.0
+
+    Where one sample is of the output matrix alone, or layers were counted otherwise (fused matrices), the output matrix
+    is compared. The part after a hyphen, the scheme that rounded the weights, is ignored.
     """
-    pairs = _pairs(first, second)
-    norm = sum(a * a for a, _ in pairs or ())
-    return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / norm) if pairs and norm else math.inf
-
-
-def _pairs(first: str, second: str) -> list[tuple[float, float]] | None:
-    """The values of two samples that belong together, or None."""
     one, other = (sample.partition("-")[0] for sample in (first, second))
     if not (_HEX.fullmatch(one) and _HEX.fullmatch(other)):
-        return None
+        return math.inf
     if len(one) != len(other) and min(len(one), len(other)) >= NUM_OUTPUT_DIGITS:
         one, other = one[:NUM_OUTPUT_DIGITS], other[:NUM_OUTPUT_DIGITS]
-    return list(zip(_values(one), _values(other), strict=True)) if len(one) == len(other) else None
+    values, others = _values(one), _values(other)
+    return math.dist(values, others) / (math.hypot(*values) or 1.0) if len(values) == len(others) else math.inf
 
 
 def _values(digits: str) -> tuple[float, ...]:
