@@ -26,7 +26,7 @@ import torch
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
+from drafter.engine.loading import load_drafter, shipped_drafter
 from drafter.engine.request import Request, RequestOptions
 from drafter.engine.settings import EngineConfig
 from drafter.engine.tuned import PLAIN, Sizer, Tree
@@ -35,6 +35,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.loading import load_target, wrap_model
 from drafter.targets.catalog import home_folder
 from drafter.targets.target import Target
+from drafter.utils import ASSETS
 from drafter.utils.io import first_line
 from drafter.utils.provenance import run_record
 

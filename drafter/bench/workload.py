@@ -7,8 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drafter.engine.loading import ASSETS
 from drafter.engine.request import encode_prompts
+from drafter.utils import ASSETS
 
 if TYPE_CHECKING:
     from drafter.targets.target import Target

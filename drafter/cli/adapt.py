@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from drafter.training.options import AdaptOptions
+from drafter.utils import ASSETS
 
 _EXIT_NO_GAIN = 3
 
@@ -12,7 +13,7 @@ def adapt(options: AdaptOptions) -> int:
     """Run `drafter adapt`."""
     import torch
 
-    from drafter.engine.loading import ASSETS, load_drafter, shipped_drafter
+    from drafter.engine.loading import load_drafter, shipped_drafter
     from drafter.integrations.export import check_export, export
     from drafter.runtimes.loading import load_target
     from drafter.training.adapt import adapt as run

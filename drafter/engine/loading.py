@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from drafter.utils import ASSETS
 from drafter.utils.io import first_line, recover
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "stored"]
 Quantization = Literal["none", "int8", "int4"]
 
 NO_DRAFTER = "none"  # --drafter none: do not load the drafter that comes with the package
-ASSETS = Path(__file__).parent.parent / "assets"
 
 
 @dataclass(frozen=True, kw_only=True)

