@@ -26,26 +26,16 @@ def test_options_become_settings_of_the_engine_and_numbers_of_the_proposers() ->
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("draftr", "unknown method 'draftr'.*did you mean drafter"),
-        ("drafter:Z4", "'Z4' is no option of drafter"),
-        ("drafter:W4:W5", "W4 and W5 exclude each other"),
-        ("drafter:tuned:W4", "leave the other options out"),
-        ("drafter:tuned:alone", "leave the other options out"),
-        ("llama-cpp:BF16:F16", "BF16 and F16 exclude each other"),
-        ("drafter:W2:L2:N99", "--tree-size 99"),
-        ("ik-llama-cpp:W4", "takes none"),
-    ],
-)
-def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        parse_method(text)
-
-
-@pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"methods": ("draftr",)}, "unknown method 'draftr'.*did you mean drafter"),
+        ({"methods": ("drafter:Z4",)}, "'Z4' is no option of drafter"),
+        ({"methods": ("drafter:W4:W5",)}, "W4 and W5 exclude each other"),
+        ({"methods": ("drafter:tuned:W4",)}, "leave the other options out"),
+        ({"methods": ("drafter:tuned:alone",)}, "leave the other options out"),
+        ({"methods": ("llama-cpp:BF16:F16",)}, "BF16 and F16 exclude each other"),
+        ({"methods": ("drafter:W2:L2:N99",)}, "--tree-size 99"),
+        ({"methods": ("ik-llama-cpp:W4",)}, "takes none"),
         ({"prompts": ("a", "a")}, "--prompts is empty or names a value twice: a, a"),
         ({"batch_sizes": ()}, "--batch-sizes is empty"),
         ({"methods": ("lookup", "lookup")}, "--methods is empty or names a value twice: lookup, lookup"),
@@ -55,7 +45,7 @@ def test_wrong_methods_are_refused_by_name(text: str, reason: str) -> None:
         ({"peer_python": ("vlm=p",)}, "--peer-python vlm=p must be NAME=PYTHON with llama-cpp-python"),
     ],
 )
-def test_wrong_settings_are_refused_with_their_flag(changes: dict[str, object], reason: str) -> None:
+def test_wrong_methods_and_settings_are_refused_by_name(changes: dict[str, object], reason: str) -> None:
     fields: dict[str, object] = {"target": "t", "out": "o", "prompts": ("p",), "methods": ("none",), **changes}
     with pytest.raises(ValueError, match=reason):
         BenchOptions(**fields)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """What a user can do wrong: one line that names it, exit code 2, and nothing half-written."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ from drafter.engine.loading import TargetConfig
 from drafter.serving.listen import bind
 from drafter.targets import chat
 from tests.conftest import Refused
-from tests.data.tiny import write_jsonl
+from tests.data.tiny import change_json, write_jsonl
 
 
 def decode(target: str, *words: str) -> list[str]:
@@ -103,8 +102,7 @@ def test_chat_templates_of_strangers(target: str, drafter: str, refused: Refused
     copy = shutil.copytree(target, tmp_path / "target")
     for left in copy.glob("*.jinja"):
         left.unlink()
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": NESTED}))
+    change_json(copy / "tokenizer_config.json", chat_template=NESTED)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file = write_jsonl(tmp_path / "p.jsonl", [{"messages": turns}])
     name = f"the chat template of {str(copy)!r}"
@@ -141,8 +139,7 @@ def test_a_taken_port_is_told_before_anything_is_loaded(refused: Refused) -> Non
 
 def test_servers_that_cannot_start(target: str, tmp_path: Path, refused: Refused) -> None:
     long = shutil.copytree(target, tmp_path / "target")  # a context long enough to ask for too much
-    config = json.loads((long / "config.json").read_text())
-    (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
+    change_json(long / "config.json", max_position_embeddings=10**9)
     words = ["serve", "--target", str(long), "--port", "0", "--device", "cpu"]
     refused([*words, "--max-num-seqs", "1000", "--max-model-len", "16000000"], "lower --max-num-seqs, --max-model-len")
     refused([*words, "--drafter", "nowhere"], "--drafter nowhere")
@@ -151,5 +148,5 @@ def test_servers_that_cannot_start(target: str, tmp_path: Path, refused: Refused
         ({"partial_rotary_factor": 2.0, "rope_theta": 1e4, "rope_type": "default"}, "partial_rotary_factor is 2.0"),
         ({"rope_theta": 1.0, "rope_type": "yarn", "factor": 2.0}, "rope_theta is 1.0"),
     ):
-        (long / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        change_json(long / "config.json", rope_parameters=rope)
         refused(words, "cannot be loaded: config.json", what)

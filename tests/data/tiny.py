@@ -65,6 +65,11 @@ def write_jsonl(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
+def change_json(file: Path, **fields: Any) -> None:
+    """Other fields in a file of one JSON object."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
 def tiny_target(seed: int = 0, **changes: float):
     """A random Llama of 2 layers over the tiny tokenizer's vocabulary; the same weights every time."""
     tokenizer = tiny_tokenizer()

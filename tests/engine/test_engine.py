@@ -45,9 +45,8 @@ def test_hugging_face_generates_the_same() -> None:
         assert completion.finish_reason == "length" and completion.prompt_ids == prompt
         assert len(completion.num_accepted) == completion.num_target_forwards
         assert completion.tokens_per_step == len(completion.token_ids) / completion.num_target_forwards
-    for prompt, completion in zip(
-        KNOWN[:4], new_engine().generate(KNOWN[:4], replace(NO_EOS, repetition_penalty=1.4)), strict=True
-    ):
+    penalised = new_engine().generate(KNOWN[:4], replace(NO_EOS, repetition_penalty=1.4))
+    for prompt, completion in zip(KNOWN[:4], penalised, strict=True):
         assert completion.token_ids == hugging_face_answer(shared_target(), prompt, 30, repetition_penalty=1.4)
     # Paths of all lengths are accepted; otherwise the tests below would say little.
     assert {accepted for completion in completions for accepted in completion.num_accepted} >= {0, 1, 2, 3, 4}

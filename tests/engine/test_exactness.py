@@ -47,19 +47,13 @@ METHODS = {
         "draft-model uncoupled": CHAIN | {"coupled": False},
     }.items()
 }
+RULES: dict[str, Any] = {"presence_penalty": -0.7, "frequency_penalty": 1.2, "repetition_penalty": 1.3}
 SETTINGS = {
     "temperature 0.7": SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS),
     "temperature 1.3": SamplingParams(temperature=1.3, max_new_tokens=NUM_TOKENS),
     "top-k": SamplingParams(temperature=1.3, top_k=3, max_new_tokens=NUM_TOKENS),
     "top-p": SamplingParams(temperature=1.0, top_p=0.8, max_new_tokens=NUM_TOKENS),
-    "rules": SamplingParams(
-        temperature=1.0,
-        presence_penalty=-0.7,
-        frequency_penalty=1.2,
-        repetition_penalty=1.3,
-        logit_bias={0: 0.8, 3: -0.5},
-        max_new_tokens=NUM_TOKENS,
-    ),
+    "rules": SamplingParams(temperature=1.0, logit_bias={0: 0.8, 3: -0.5}, max_new_tokens=NUM_TOKENS, **RULES),
 }
 
 

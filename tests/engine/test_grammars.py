@@ -17,6 +17,7 @@ from drafter.engine.settings import EngineConfig, Plan
 from drafter.engine.tuned import PLAIN, Sizer
 from tests.data.tiny import tiny_target as padded_target
 from tests.engine.oracle import plan_of
+from tests.engine.test_engine import hugging_face_answer
 from tests.serving.tiny import tiny_drafter, tiny_target
 
 TAGS = {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}
@@ -103,13 +104,11 @@ class Masked(LogitsProcessor):
 def test_transformers_generates_the_same_under_the_same_masks() -> None:
     target = tiny_target()
     matcher = Grammars(target)._matcher("json_schema", json.dumps(SCHEMA))
-    ids = torch.tensor([PROMPT])
-    options = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0, "eos_token_id": list(target.eos_token_ids)}
-    options |= {"attention_mask": torch.ones_like(ids), "logits_processor": [Masked(matcher, len(PROMPT))]}
-    output = target.model.generate(ids, **options)
+    masked = [Masked(matcher, len(PROMPT))]
+    wanted = hugging_face_answer(target, PROMPT, 90, target.eos_token_ids, logits_processor=masked)
     params = SamplingParams(max_new_tokens=90, json_schema=SCHEMA)  # type: ignore[arg-type]
     [answer] = Engine(target, config=EngineConfig(method="lookup")).generate([PROMPT], params)
-    assert answer.token_ids == output[0, len(PROMPT) :].tolist() and answer.finish_reason == "stop"
+    assert answer.token_ids == wanted and answer.finish_reason == "stop"
 
 
 def nested(depth: int) -> str:

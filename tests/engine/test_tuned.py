@@ -16,18 +16,7 @@ from drafter.engine import tuned
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig, resolve
-from drafter.engine.tuned import (
-    COPIES,
-    MANY_COPIES,
-    PLAIN,
-    MeasuredTree,
-    RowPlan,
-    Sizer,
-    Tree,
-    TunedSizes,
-    read_tuned,
-    trees_to_try,
-)  # fmt: skip
+from drafter.engine.tuned import COPIES, MANY_COPIES, PLAIN, MeasuredTree, RowPlan, Sizer, Tree, TunedSizes
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.torch.runtime import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
@@ -54,7 +43,7 @@ def write(path: Path, content: TunedSizes, **changes: object) -> str:
 
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     other = RowPlan(8, (MeasuredTree(*PLAIN, 1.0, 2.0), MeasuredTree(*SMALL, 1.4, 2.5)))
-    found = read_tuned(Path(write(tmp_path / "s.json", sizes_of(other, ONE_ROW))))
+    found = tuned.read_tuned(Path(write(tmp_path / "s.json", sizes_of(other, ONE_ROW))))
     assert found == sizes_of(ONE_ROW, other)
     assert set(Sizer(found.plans).trees) == {PLAIN, SMALL, LARGE}
     assert found.summary() == "drafter, trees by rows: 1: W 4 L 4 N 12; 8: W 2 L 2 N 4"
@@ -76,7 +65,7 @@ def measured(**changes: object) -> dict[str, object]:
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
     path = write(tmp_path / "s.json", sizes_of(), **changes)
     with pytest.raises(ValueError, match=reason) as caught:
-        read_tuned(Path(path))
+        tuned.read_tuned(Path(path))
     assert path in str(caught.value)
 
 
@@ -206,7 +195,7 @@ def test_slow_first_steps_and_a_drift_are_not_blamed_on_the_trees_that_had_them(
 def test_copies_alone_win_where_trees_do_not_pay_whatever_the_file_says() -> None:
     """A file that chose plain decoding, dear trees, and a text of which every fourth token begins a copy of seven."""
     plain = RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 0.02),))
-    sizer = Sizer([plain], trees_to_try(EIGHT, copying=True, is_drafter=True))
+    sizer = Sizer([plain], tuned.trees_to_try(EIGHT, copying=True, is_drafter=True))
     seen = []
     for step in range(600):
         tree = sizer.choose(1)
@@ -237,7 +226,7 @@ def test_an_edit_is_about_as_fast_as_with_copies_alone(plans: tuple[RowPlan, ...
         raise AssertionError
 
     alone = seconds(Sizer(tries=tuned.LIVE_COPIES))
-    assert seconds(Sizer(plans, trees_to_try(EIGHT, copying=True, is_drafter=True))) < 1.1 * alone
+    assert seconds(Sizer(plans, tuned.trees_to_try(EIGHT, copying=True, is_drafter=True))) < 1.1 * alone
 
 
 def test_many_rows_begin_with_plain_decoding_and_a_trial_that_loses_by_far_ends_at_its_first_step() -> None:

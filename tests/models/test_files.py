@@ -1,6 +1,5 @@
 """A drafter folder is checked whole on loading: one line names the file and the tensor or field."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
+from tests.data.tiny import change_json
 from tests.models.fakes import make_drafter
 
 
@@ -18,11 +18,6 @@ from tests.models.fakes import make_drafter
 def folder(tmp_path: Path) -> Path:
     make_drafter(draft_vocab_size=12).save_pretrained(tmp_path / "drafter")
     return tmp_path / "drafter"
-
-
-def change_config(folder: Path, **fields: Any) -> None:
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
 
 def refusal(folder: Path) -> str:
@@ -57,13 +52,14 @@ def refusal(folder: Path) -> str:
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], words: list[str], folder: Path) -> None:
-    change_config(folder, **fields)
+    change_json(folder / "config.json", **fields)
     assert all(word in refusal(folder) for word in words)
 
 
 def test_config_that_is_no_object(folder: Path) -> None:
     # Fields of the library may hold anything.
-    change_config(folder, transformers_version=5, architectures=None, torch_dtype=7, _name_or_path=[])
+    odd = {"transformers_version": 5, "architectures": None, "torch_dtype": 7, "_name_or_path": []}
+    change_json(folder / "config.json", **odd)
     RecurrentDrafter.from_pretrained(folder)
     for text in ("[]", "", "{", "[" * 5000):
         (folder / "config.json").write_text(text)

@@ -69,12 +69,8 @@ class Case:
             )
             for _ in range(self.num_rows)
         ]
-        config = DrafterConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=D,
-            num_res_blocks=rng.randint(0, 2),
-            draft_vocab_size=self.draft_size,
-        )
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": D}
+        config = DrafterConfig(**sizes, num_res_blocks=rng.randint(0, 2), draft_vocab_size=self.draft_size)
         self.drafter = RecurrentDrafter(config).eval().requires_grad_(False)
         for parameter in self.drafter.parameters():
             parameter.normal_(std=0.7)
@@ -82,7 +78,6 @@ class Case:
         embedding_VD = torch.randn(self.vocab_size, D)
         self.embed = lambda token: embedding_VD[token]
         runtime = SimpleNamespace(embed=self.embed, embedding_weight_VD=embedding_VD)
-        sizes = {"vocab_size": self.vocab_size, "hidden_size": D}
         self._target = FakeTarget(name="t", fingerprint="", runtime=runtime, device=torch.device("cpu"), **sizes)
         texts = [[0] * rng.randrange(50) + [rng.randrange(self.vocab_size)] for _ in self.params]
         self.rows = rows_of(texts)._replace(

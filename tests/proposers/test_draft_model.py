@@ -32,13 +32,10 @@ def test_oracle(max_num_seqs: int, gamma: int, monkeypatch: pytest.MonkeyPatch) 
 def test_own_draft_is_always_right(gamma: int) -> None:
     """The target drafts for itself, rows move, and every draft is kept, so the draft cache is never stale."""
     target = tiny_target()
-    asked = [
-        (
-            (3, 1, 4, 1, 5)[: 1 + index],
-            SamplingParams(max_new_tokens=(gamma + 1) * n, temperature=t, seed=index, ignore_eos=True),
-        )
-        for index, (n, t) in enumerate(((1, 0.0), (2, 1.0), (10, 0.7), (6, 1.0), (3, 0.0)))
-    ]
+    asked = []
+    for index, (n, t) in enumerate(((1, 0.0), (2, 1.0), (10, 0.7), (6, 1.0), (3, 0.0))):
+        params = SamplingParams(max_new_tokens=(gamma + 1) * n, temperature=t, seed=index, ignore_eos=True)
+        asked.append(((3, 1, 4, 1, 5)[: 1 + index], params))
     engine = engine_of(tiny_target(), target, max_num_seqs=4, num_speculative_tokens=gamma)
     for completion in answer(engine, asked):
         assert completion.num_target_forwards == len(completion.token_ids) / (gamma + 1)

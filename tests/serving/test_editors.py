@@ -11,7 +11,7 @@ from drafter.serving.editors import InfillRequest
 from drafter.targets.infill import TOKEN_IDS, InfillTokens
 from tests.data.tiny import tiny_tokenizer
 from tests.serving.live import Live, live_server
-from tests.serving.tiny import tiny_engine, tiny_target
+from tests.serving.tiny import tiny_engine
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
 FIELDS = [
@@ -30,11 +30,9 @@ def tokenizer_with(names: tuple[str, ...]) -> Any:
 @pytest.fixture(scope="module")
 def coder() -> Iterator[Live]:
     """A server whose vocabulary names six of the tiny model's own tokens as a coder's; the prompt stays short."""
-    target = tiny_target()
     tokens = InfillTokens(prefix=40, suffix=41, middle=42, repository=43, file=44, ends=(44, 43, 45))
     with live_server(tiny_engine(max_num_seqs=2)) as server:
         server.server.encoder.infill = tokens
-        assert target.tokenizer is not None
         yield server
 
 

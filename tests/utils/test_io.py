@@ -66,33 +66,22 @@ def test_what_stands_at_the_place(tmp_path: Path) -> None:
     assert found == ["through"] and pipe.is_fifo()
 
 
-@pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_a_kill_within_a_swap_is_mended_at_the_next_start(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize(("call", "left"), [("Path.rename", "old"), ("Path.replace", "new"), ("io._clear", "new")])
+def test_a_kill_within_a_swap_is_mended_at_the_next_start(tmp_path: Path, call: str, left: str) -> None:
     """A process kills itself at each of the three moments around the two renames."""
     place = tmp_path / "drafter"
     write_folder(place, "old")
-    kill = "os.kill(os.getpid(), signal.SIGKILL)"
     script = f"""
 import os, signal
-from pathlib import Path
-from drafter.utils import io
-rename, replace = Path.rename, Path.replace
-if {moment!r} == "before":
-    Path.rename = lambda *_: {kill}
-if {moment!r} == "between":
-    Path.replace = lambda *_: {kill}
-if {moment!r} == "after":
-    io._clear = lambda *_: {kill}
-with io.replacing(Path({str(place)!r})) as new:
-    new.mkdir()
-    for name in ("one", "two"):
-        (new / name).write_text("new")
+from tests.utils.test_io import Path, io, write_folder
+{call} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_folder(Path({str(place)!r}), "new")
 """
     done = subprocess.run([sys.executable, "-c", script], check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(hidden(tmp_path)) == 1
     recover(place)
-    assert content(place) == {"old" if moment == "before" else "new"}
+    assert content(place) == {left}
     assert not hidden(tmp_path)
 
 

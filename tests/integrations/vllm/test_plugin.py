@@ -24,7 +24,7 @@ from drafter.models.drafter import RecurrentDrafter
 from drafter.proposers.beam import BeamDrafting, BeamProposer
 from drafter.runtimes.loading import wrap_model
 from drafter.targets.target import Target
-from tests.data.tiny import states_before_norm
+from tests.data.tiny import change_json, states_before_norm
 from tests.engine.oracle import VOCAB, rows_of, tiny_target
 from tests.integrations.vllm import fake_vllm
 
@@ -222,8 +222,7 @@ def test_another_target_and_broken_folders_are_refused(tmp_path: Path, monkeypat
         save_file(changed | ({} if wrong is None else {name: wrong.bfloat16()}), weights)
         with pytest.raises(ValueError, match=message):
             served(monkeypatch, folder, target)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    change_json(folder / "config.json", hidden_size=64)
     with pytest.raises(ValueError, match="hidden_size is 64: export the drafter again"):
         served(monkeypatch, folder, target)
 
