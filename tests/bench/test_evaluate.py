@@ -33,10 +33,8 @@ def run(files: Path, capsys: pytest.CaptureFixture[str], **changes) -> dict[str,
     evaluate(EvaluateOptions(**options))
     shares, _, rates = capsys.readouterr().out.partition("Accepted drafted tokens per step:")
     assert "Share of the steps that accepted" in shares and "| 1     |" in shares
-    return {
-        name: cells
-        for name, *cells in (line.strip("| ").split() for line in re.sub(r"\|", " ", rates).split("\n")[4:-1])
-    }
+    rows = (line.strip("| ").split() for line in re.sub(r"\|", " ", rates).split("\n")[4:-1])
+    return {name: cells for name, *cells in rows}
 
 
 def test_counts_of_steps() -> None:

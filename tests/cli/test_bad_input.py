@@ -86,10 +86,7 @@ def test_what_files_tell_is_told_before_weights_are_read(
         (["distill", "--target", str(bare), "--prompts", prompts, *out], "has no chat template"),
         (["distill", "--target", target, "--prompts", "none.jsonl", *out], "none.jsonl: there is no such file"),
         (["decode", "--target", wide, "--drafter", drafter, "--prompt", "hi"], "(hidden size 32) and cannot draft for"),
-        (
-            ["decode", "--target", target, "--draft-model", foreign, "--prompt", "hi"],
-            "has other tokens than the target",
-        ),
+        (["decode", "--target", target, "--draft-model", foreign, "--prompt", "hi"], "other tokens than the target"),
     ):
         refused(words, message)
 

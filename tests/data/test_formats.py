@@ -81,10 +81,7 @@ BAD_ROWS = [
     ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
     ({"messages": [{"role": ["x"], "content": "a"}]}, r"messages.0: the role is \['x'\]; known are system"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content: Input should be a valid string"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "a part of type 'image_url': only text can be",
-    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "of type 'image_url': only text can be"),
     ({"messages": ["hello"]}, "messages.0: Input should be a valid dictionary"),
     ({"prompt": " "}, "the text is empty"),
     ({"text": "\ud800"}, "broken JSON .unexpected end of hex escape"),

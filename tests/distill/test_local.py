@@ -124,9 +124,8 @@ def test_kept_states_are_those_of_a_forward(layers, prompts: str, tmp_path: Path
     for row, margin in itertools.product(range(len(rows)), (9, 4)):
         mine, kept = states["fresh", 9], states["kept", margin]
         first = int(kept.start_X[row] - mine.start_X[row])
-        for mine_TX, kept_TX in itertools.islice(
-            zip(mine.states(row), kept.states(row), strict=True), 1 + bool(layers)
-        ):
+        both = zip(mine.states(row), kept.states(row), strict=True)
+        for mine_TX, kept_TX in itertools.islice(both, 1 + bool(layers)):
             # The last token's state was not computed, and predicts nothing.
             assert torch.equal(mine_TX[first:-1], kept_TX[:-1]) and mine_TX[-2].any()
     states["kept", 9].files[3].unlink()

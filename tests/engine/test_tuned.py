@@ -154,6 +154,7 @@ def _drive(
 
 TWO, FOUR, EIGHT = Tree(1, 1, 2), Tree(2, 2, 4), Tree(4, 3, 8)
 VAIN_COPIES = {COPIES: 1.05, MANY_COPIES: 1.05}  # nothing is copied
+KEPT = {tree: number - 1 for tree, number in tuned.LIVE_TREES.items() if tree not in VAIN_COPIES}
 
 
 @pytest.mark.parametrize(
@@ -168,27 +169,25 @@ def test_without_measurements_the_fastest_steps_win_and_cost_no_more_than_plain_
     seconds: tuple[float, ...], wanted: Tree
 ) -> None:
     seconds_of = dict(zip((PLAIN, TWO, FOUR, EIGHT), seconds, strict=True)) | VAIN_COPIES
-    kept = {tree: number - 1 for tree, number in tuned.LIVE_TREES.items() if tree not in VAIN_COPIES}
     sizer = Sizer(tries=tuned.LIVE_TREES)
-    seen = _drive(sizer, 4000, kept, seconds_of)
+    seen = _drive(sizer, 4000, KEPT, seconds_of)
     assert {PLAIN, FOUR, COPIES} <= set(seen[:40])
     assert (EIGHT in seen) == (wanted == EIGHT), "no step of a tree that cannot pay"
     later = seen[150:]
     assert Counter(later)[wanted] / len(later) > 0.8
     others = [len(list(run)) for is_wanted, run in groupby(later, wanted.__eq__) if not is_wanted]
     assert max(others) <= 6, "one trial at a time, so that a short answer pays for few"
-    best = (1 + kept[wanted]) / seconds_of[wanted]
-    assert sum(1 + kept.get(tree, 0) for tree in seen) / sum(seconds_of[tree] for tree in seen) > 0.98 * best
+    best = (1 + KEPT[wanted]) / seconds_of[wanted]
+    assert sum(1 + KEPT.get(tree, 0) for tree in seen) / sum(seconds_of[tree] for tree in seen) > 0.98 * best
     # The machine changes, or the text does.
-    assert Counter(_drive(sizer, 4000, kept, {tree: 1.0 for tree in seconds_of})[-1000:])[EIGHT] > 900
+    assert Counter(_drive(sizer, 4000, KEPT, {tree: 1.0 for tree in seconds_of})[-1000:])[EIGHT] > 900
     assert Counter(_drive(sizer, 4000, {}, {**seconds_of, PLAIN: 0.9})[-1000:])[PLAIN] > 900
 
 
 def test_slow_first_steps_and_a_drift_are_not_blamed_on_the_trees_that_had_them() -> None:
-    kept = {tree: number - 1 for tree, number in tuned.LIVE_TREES.items() if tree not in VAIN_COPIES}
     seconds_of = dict(zip((PLAIN, TWO, FOUR, EIGHT), (1.0, 1.1, 1.2, 1.3), strict=True)) | VAIN_COPIES
     sizer = Sizer(tries=tuned.LIVE_TREES)
-    seen = _drive(sizer, 300, kept, seconds_of, lambda step: (1 + 2 ** -(step / 3)) * 1.001**step)
+    seen = _drive(sizer, 300, KEPT, seconds_of, lambda step: (1 + 2 ** -(step / 3)) * 1.001**step)
     assert Counter(seen[80:])[EIGHT] / len(seen[80:]) > 0.9
 
 

@@ -41,9 +41,8 @@ def test_logits_by_formula(shape: dict[str, object]) -> None:
     scale = torch.cat([torch.full((D,), 0.5), torch.ones(D)])
     state = torch.zeros(5, D)
     for k in range(4):
-        state = F.silu(
-            7 * embedding[:, k] @ drafter.cell.w.weight.T + state @ drafter.cell.u.weight.T + drafter.cell.u.bias
-        )
+        before = 7 * embedding[:, k] @ drafter.cell.w.weight.T + state @ drafter.cell.u.weight.T
+        state = F.silu(before + drafter.cell.u.bias)
         x = torch.cat([hidden, state], dim=1)
         for block in drafter.blocks:
             x = x + F.silu((scale * x) @ block.linear.weight.T + block.linear.bias)

@@ -58,11 +58,11 @@ def test_wrong_fields_are_named(fields: dict[str, Any], words: list[str], folder
 
 def test_config_that_is_no_object(folder: Path) -> None:
     # Fields of the library may hold anything.
-    odd = {"transformers_version": 5, "architectures": None, "torch_dtype": 7, "_name_or_path": []}
-    change_json(folder / "config.json", **odd)
+    file = folder / "config.json"
+    change_json(file, transformers_version=5, architectures=None, torch_dtype=7, _name_or_path=[])
     RecurrentDrafter.from_pretrained(folder)
     for text in ("[]", "", "{", "[" * 5000):
-        (folder / "config.json").write_text(text)
+        file.write_text(text)
         assert "config.json" in refusal(folder)
 
 

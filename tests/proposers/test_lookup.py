@@ -99,12 +99,10 @@ def test_a_prediction_saves_steps_and_changes_no_token(method: str, params: dict
 def test_nodes_that_cost_more_than_they_bring_are_left_out() -> None:
     """A match of two tokens is followed while a node costs little; a match of one token is worth less."""
     proposer = proposer_of(num_matches=1, length=3, num_nodes=4)
-    sizes = {}
+    sizes, alone = {}, (rows_of([[1, 2, 3, 1, 2]]), rows_of([[1, 2, 3, 4, 2]]))
     for cost in (0.0, 0.3, 0.5, 1.0):
         proposer.expect_cost(cost)
-        sizes[cost] = [
-            proposer.propose(rows_of([text]), None).token_BN.shape[1] for text in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])
-        ]
+        sizes[cost] = [proposer.propose(rows, None).token_BN.shape[1] for rows in alone]
     assert sizes == {0.0: [4, 4], 0.3: [3, 2], 0.5: [2, 1], 1.0: [1, 1]}
     copying, other = [1, 2, 3, 1, 2], [1, 2, 3, 4, 5]
     proposer.expect_cost(0.3)  # all four rows pay for a node

@@ -19,12 +19,9 @@ def find_matches_loop(text: Sequence[int], max_ngram: int) -> list[tuple[int, in
 def follow_loop(text: Sequence[int], end: int, num_tokens: int) -> list[int]:
     """The tokens after position ``end``; at the end of the text what was proposed so far is read on."""
     extended = list(text)
-    proposed = []
     for step in range(num_tokens):
-        token = extended[end + 1 + step]
-        proposed.append(token)
-        extended.append(token)
-    return proposed
+        extended.append(extended[end + 1 + step])
+    return extended[len(text) :]
 
 
 def share_loop(

@@ -82,7 +82,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def offline(messages: list[dict[str, str]] | str, **params: Any) -> Any:
+def offline(messages: list[dict[str, str]] | list[int] | str, **params: Any) -> Any:
     """The answer that plain decoding gives, without server or drafter."""
     engine = tiny_engine(method="none", tree_size=1)
     sampling = SamplingParams(**{"max_new_tokens": 24} | params)

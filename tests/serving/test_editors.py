@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from drafter.decoding.params import SamplingParams
 from drafter.serving.editors import InfillRequest
 from drafter.targets.infill import TOKEN_IDS, InfillTokens
 from tests.data.tiny import tiny_tokenizer
-from tests.serving.live import Live, live_server
+from tests.engine.test_requests import encode as ids
+from tests.serving.live import Live, live_server, offline
 from tests.serving.tiny import tiny_engine
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
@@ -37,13 +37,7 @@ def coder() -> Iterator[Live]:
 
 
 def by_hand(prompt: list[int], **params: Any) -> Any:
-    ends = {"max_new_tokens": 24, "stop_token_ids": (44, 43, 45)}
-    engine = tiny_engine(method="none", tree_size=1)
-    return engine.generate([prompt], SamplingParams(**ends | params))[0]
-
-
-def ids(text: str) -> list[int]:
-    return list(tiny_tokenizer()(text, add_special_tokens=False)["input_ids"])
+    return offline(prompt, stop_token_ids=(44, 43, 45), **params)
 
 
 def test_tokens_are_found_by_the_files_keys_or_by_known_names() -> None:

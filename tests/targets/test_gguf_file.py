@@ -163,9 +163,6 @@ def test_padding_of_a_vocabulary_is_never_drawn_and_refused_in_prompts(tmp_path:
         engine.generate([[3, 260]])
 
 
-Fields = dict[str, Any]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(save_target(tiny_target(), tmp_path / "target"))
@@ -192,7 +189,7 @@ def answer(folder: Path) -> list[int]:
         ({"num_hidden_layers": 10**9}, "config.json asks for 1,000,000,000 layers, and its files hold 2"),
     ],
 )
-def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: Fields, message: str) -> None:
+def test_an_odd_config_is_refused_in_one_line(folder: Path, fields: dict[str, Any], message: str) -> None:
     change_json(folder / "config.json", **fields)
     with pytest.raises(ValueError, match=message) as caught:
         load_target(str(folder), device="cpu", dtype="bfloat16", runtime="torch")

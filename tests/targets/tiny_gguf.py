@@ -66,11 +66,16 @@ def write_gguf(
             writer.add_tensor(name, gguf.quants.quantize(weight * 0.2, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, weight)
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, file: Path) -> Path:
+    """Write what the writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return file
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:

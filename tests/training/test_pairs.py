@@ -25,9 +25,7 @@ def list_pairs(tokens: list[list[int]], masks: list[list[bool]], draft_ids: list
         for t in range(width - 1):
             for k in range(1, num_depths + 1):
                 predicted = t + 1 + k
-                if predicted >= width or not mask_T[predicted]:
-                    break
-                if token_T[predicted] not in draft_ids:
+                if predicted >= width or not mask_T[predicted] or token_T[predicted] not in draft_ids:
                     break
                 label = draft_ids.index(token_T[predicted])
                 pairs.append(Pair(row * width + t, k - 1, row * width + t + k, label))

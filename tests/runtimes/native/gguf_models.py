@@ -8,6 +8,8 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
+from tests.targets.tiny_gguf import finish
+
 ARCHITECTURES = {
     "Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "SmolLM3": "smollm3",
     "Granite": "granite", "Olmo2": "olmo2", "Phi3": "phi3", "Gemma": "gemma", "Gemma2": "gemma2",
@@ -68,8 +70,4 @@ def write_model(
         if kind.startswith("Gemma") and name.endswith("norm.weight"):
             data = data + 1
         writer.add_tensor(to, np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return finish(writer, file)

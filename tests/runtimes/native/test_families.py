@@ -169,10 +169,8 @@ def test_a_token_has_the_same_bits_in_a_chunk_a_tree_a_batch_and_with_any_thread
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_quantization_rounds_the_numbers_that_torch_rounds(scheme: str, tmp_path: Path) -> None:
     saved("Llama", tmp_path, hidden_size=32, intermediate_size=64, num_attention_heads=4, head_dim=8)
-    found = [
-        load_target(str(tmp_path), device="cpu", dtype="float32", quantization=scheme, runtime=runtime)
-        for runtime in ("native", "torch")
-    ]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quantization": scheme}
+    found = [load_target(str(tmp_path), runtime=runtime, **options) for runtime in ("native", "torch")]
     assert found[0].fingerprint == found[1].fingerprint and found[0].quantization == scheme
     token_BT = torch.tensor(prompts_of(9))
     logits, wanted = (target.logits(target.forward(token_BT).hidden_BTD) for target in found)
@@ -180,9 +178,8 @@ def test_quantization_rounds_the_numbers_that_torch_rounds(scheme: str, tmp_path
     assert native_target(tmp_path, quantization=scheme).traits.number_format == "stored"
 
 
-def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_that_is_not_the_models_runs_in_torch(tmp_path: Path, home: Path, monkeypatch) -> None:
     saved("Qwen3", tmp_path / "model")
-    monkeypatch.setenv("DRAFTER_HOME", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setitem(family.FAMILIES, "qwen3", lambda config: {"attention_scale": 0.7})
         assert load_target(str(tmp_path / "model"), device="cpu").runtime.name == "torch"

@@ -22,6 +22,7 @@ from drafter.runtimes.loading import load_target
 from drafter.runtimes.native.runtime import rotation_table
 from drafter.runtimes.native.weights import GGUF, Stored, matrix, open_gguf, open_safetensors, tensors_of_gguf
 from tests.kernels.test_native import FLOATS, SCALES, stored_rows
+from tests.targets.tiny_gguf import finish
 from tests.targets.tiny_gguf import write_gguf as tiny_gguf
 from tests.targets.zoo import TARGETS, build
 
@@ -49,11 +50,7 @@ def write_gguf(file: Path, tensors: Mapping[str, tuple[str, np.ndarray]], kind: 
             writer.add_tensor(name, rows.view(np.float32))
         else:
             writer.add_tensor(name, rows, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return finish(writer, file)
 
 
 @pytest.mark.parametrize("kind", native.FORMATS)
@@ -248,17 +245,11 @@ def read(file: Path) -> dict[str, Stored]:
 
 @pytest.mark.parametrize(("name", "content", "said"), FAULTY)
 def test_a_faulty_file_is_named_with_its_fault(name: str, content: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
     begin = "its header is no GGUF " if name == "a.gguf" else ""
-    with pytest.raises(ValueError, match=f"{name} is damaged: {begin}.*{said}"):
-        read(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["a.gguf", "a.safetensors"])
-def test_an_empty_file_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f"{name} is empty"):
-        read(tmp_path / name)
+    for written, fault in ((content, f"damaged: {begin}.*{said}"), (b"", "empty")):
+        (tmp_path / name).write_bytes(written)
+        with pytest.raises(ValueError, match=f"{name} is {fault}"):
+            read(tmp_path / name)
 
 
 def read_all(file: Path) -> None:

@@ -24,11 +24,6 @@ _REST = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]  # o
 _MAP = "".join(f"{name}: cpu\n" for name in [*_REST, "model.layers.0"]) + "model.layers.1: disk\n"
 
 
-def llama(num_layers: int) -> LlamaForCausalLM:
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **sizes)).float()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shared target as a folder."""
@@ -69,8 +64,9 @@ def test_keys_and_values_of_several_devices(folder: Path) -> None:
 
 
 def test_layers_fill_the_devices_in_order() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     with torch.device("meta"):
-        model = llama(6)
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes)).float()
     layer = 2 * sum(weight.numel() for weight in model.model.layers[0].parameters())
     rest = 2 * (sum(weight.numel() for weight in model.parameters()) - 6 * layer // 2)
     free = {0: int((rest + 1.5 * layer) / 0.8), 1: int(2.5 * layer / 0.8), "cpu": int(1.2 * layer / 0.8)}
