@@ -13,6 +13,7 @@ from drafter.serving.listen import bind
 from drafter.targets import chat
 from tests.conftest import Refused
 from tests.data.tiny import change_json, write_jsonl
+from tests.serving.test_encoder import ENDLESS
 
 
 def decode(target: str, *words: str) -> list[str]:
@@ -91,15 +92,12 @@ def test_what_files_tell_is_told_before_weights_are_read(
         refused(words, message)
 
 
-NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
 def test_chat_templates_of_strangers(target: str, drafter: str, refused: Refused, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.25)
     copy = shutil.copytree(target, tmp_path / "target")
     for left in copy.glob("*.jinja"):
         left.unlink()
-    change_json(copy / "tokenizer_config.json", chat_template=NESTED)
+    change_json(copy / "tokenizer_config.json", chat_template=ENDLESS)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file = write_jsonl(tmp_path / "p.jsonl", [{"messages": turns}])
     name = f"the chat template of {str(copy)!r}"

@@ -45,11 +45,7 @@ def write_gguf(file: Path, tensors: Mapping[str, tuple[str, np.ndarray]], kind: 
     writer.add_add_bos_token(True)
     writer.add_layer_norm_rms_eps(1e-5)
     for name, (each, rows) in tensors.items():
-        raw = gguf.GGMLQuantizationType[each]
-        if each == "F32":
-            writer.add_tensor(name, rows.view(np.float32))
-        else:
-            writer.add_tensor(name, rows, raw_dtype=raw)
+        writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[each])
     return finish(writer, file)
 
 
