@@ -59,8 +59,7 @@ def tune(target: Target, drafter: RecurrentDrafter, prompts: Sequence[list[int]]
         )
     rows, longest = sorted(set(options.batch_sizes)), max(map(len, fitting))
     tour = Tour(candidates(options.tree_sizes, target.device.type, drafter.config.num_outputs))
-    config = EngineConfig(method="drafter", max_num_seqs=rows[-1], tuned="none")
-    engine = Engine(target, drafter, config, sizer=tour)
+    engine = Engine(target, drafter, EngineConfig(method="drafter", max_num_seqs=rows[-1], tuned="none"), sizer=tour)
     params = SamplingParams(max_new_tokens=max(1, min(options.max_new_tokens, target.max_length - longest)))
     engine.reserve(longest + params.max_new_tokens + engine.num_nodes)
     queue, end = cycle(fitting), time.perf_counter() + options.seconds

@@ -103,8 +103,7 @@ class RootOnly(Proposer):
         self.num_nodes = num_nodes
 
     def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
-        node_N = torch.arange(self.num_nodes, device=rows.root_B.device)
-        node_BN = node_N.expand(rows.root_B.shape[0], -1)
+        node_BN = torch.arange(self.num_nodes, device=rows.root_B.device).expand(rows.root_B.shape[0], -1)
         return Candidates(
             token_BN=rows.root_B[:, None].expand_as(node_BN).contiguous(),
             parent_BN=node_BN.contiguous(),

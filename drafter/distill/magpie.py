@@ -38,8 +38,7 @@ _PARAMS = SamplingParams(max_new_tokens=160, temperature=1.0, top_p=0.99)  # of 
 def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     """The template before the user's words, and parameters that sample the words; ValueError: an unfit template."""
     known: list[ChatMessage] = [{"role": "user", "content": _SENTINEL}]
-    render = partial(render_chat, tokenizer, name=name, has_opening=False)
-    with closing(Fork(render, what_runs(name))) as fork:
+    with closing(Fork(partial(render_chat, tokenizer, name=name, has_opening=False), what_runs(name))) as fork:
         (text,) = fork.map([known])
     before, _, after = text.partition(_SENTINEL)
     # Tokenizers may join a space with the word after it, so the opening must not end with a space.

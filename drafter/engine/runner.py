@@ -207,8 +207,7 @@ class Runner:
             self.target.device, token_BT, slot_BT, position_BT, size_B - 1, start_B + size_B
         )
         num_visible = self.visible_slots(max(chunk.start for chunk in chunks) + width)
-        slots = Slots(slot_BT, position_BT, None, first, num_visible)
-        output = self._forward(token_BT, slots)
+        output = self._forward(token_BT, Slots(slot_BT, position_BT, None, first, num_visible))
         span = slice(first, first + len(chunks))
         context_BTC = output.context_BTC
         last_B11 = last_B[:, None, None].expand(-1, 1, context_BTC.shape[2])
@@ -269,9 +268,8 @@ class Runner:
             if not self._graphs.is_on:
                 candidates, max_depth = self._guided
         self.num_verified = candidates.token_BN.shape[1]
-        keeps_logits = wanted.num_top is not None
         accepted, logits_BNV, context_BNC = yield from self._verify(
-            rows, candidates, noise, max_depth, keeps_logits=keeps_logits
+            rows, candidates, noise, max_depth, keeps_logits=wanted.num_top is not None
         )
         emitted_BZ = accepted.emitted(candidates)
         results = self._results(candidates, accepted, logits_BNV, emitted_BZ, wanted)
@@ -390,8 +388,7 @@ class Runner:
         slot_BN = torch.where(rows.is_active_B[:, None], slot_BN, self.cache.spare_slot)
         # Nodes past the end of the context only fill the shape; no token past the end is kept.
         position_BN = (length_B1 + depth_BN).clamp_max(self.target.max_length - 1)
-        slots = Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible)
-        output = self._forward(token_BN, slots)
+        output = self._forward(token_BN, Slots(slot_BN, position_BN, ancestor_BNN, num_visible=rows.num_visible))
         logits_BNV = ruled_BNV = self.target.logits(output.hidden_BTD)
         if self.target.num_tokens < self.target.vocab_size:
             logits_BNV[..., self.target.num_tokens :] = -torch.inf  # padding of the matrix is never drawn
@@ -406,8 +403,7 @@ class Runner:
                 paths = paths._replace(mask_BNX=mask_BNX)
             ruled_BNV = apply_rules(self._rule_names, ruled_BNV, rules, paths)
         pick_BN = pick_nodes(ruled_BNV, depth_BN, noise, rows.warp)
-        accepted = accept_picks(candidates, pick_BN, ancestor_BNN, max_depth)
-        return accepted, logits_BNV, output.context_BTC
+        return accept_picks(candidates, pick_BN, ancestor_BNN, max_depth), logits_BNV, output.context_BTC
 
     def _guide_trees(self, candidates: Candidates, max_depth: int) -> None:
         """Bring the trees of rows with guides under their grammars. The host waits for the drafts.

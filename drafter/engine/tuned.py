@@ -251,7 +251,7 @@ class Sizer:
             times.paces.clear()
             self._present, self._num_left = self._table[rows].get(due) or self._tries[due], _TRIAL_STEPS
         elif self._num_left <= 0:
-            self._present = self._floor(self._fastest())
+            self._present = self._fastest()
         tree = self._present.tree
         if self._is_live:
             self._times[rows].used[tree] = self._num_steps
@@ -280,20 +280,16 @@ class Sizer:
         return max(map(self._rate, choices.values())) / self._rate(choices[tree]) - 1 if tree in choices else 0.0
 
     def _fastest(self) -> MeasuredTree:
+        """The fastest tree; copies for plain decoding while they pay: with nothing to copy, a step is a plain one."""
         choices = self._table.get(self._rows)
         if not choices:
             return MeasuredTree(*PLAIN, 1.0, 1.0)
         best = max(choices.values(), key=lambda choice: (self._rate(choice), -choice.tree_size))
         present = choices.get(self._present.tree, best)
-        return best if self._rate(best) > _GAIN_TO_SWITCH * self._rate(present) else present
-
-    def _floor(self, best: MeasuredTree) -> MeasuredTree:
-        """Copies in place of plain decoding while they pay: where there is nothing to copy, a step is a plain one."""
-        choices = self._table.get(self._rows, {})
+        fastest = best if self._rate(best) > _GAIN_TO_SWITCH * self._rate(present) else present
         copies = [choice for tree, choice in choices.items() if tree.is_copies]
-        if not (self._is_live and best.tree.is_plain and self._copy_gain > 0 and copies):
-            return best
-        return max(copies, key=self._rate)
+        pays = self._is_live and fastest.tree.is_plain and self._copy_gain > 0
+        return max(copies, key=self._rate) if pays and copies else fastest
 
     def _count_copies(self, tree: Tree, num_accepted: Sequence[int], num_nodes: int) -> None:
         """What copies saved of late, less what their nodes cost, in whole trees of nodes."""

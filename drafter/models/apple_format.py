@@ -120,8 +120,7 @@ def write_folder(
 ) -> None:
     """Write the two files of the format into a folder that exists. Arguments and errors as of :func:`to_apple`."""
     save_file(to_apple(config, tensors, output_weight_VD), folder / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(config_to_apple(config), indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config_to_apple(config), indent=2) + "\n", encoding="utf-8")
 
 
 def _check_expressible(config: DrafterConfig) -> None:

@@ -210,12 +210,11 @@ class RecurrentDrafter(nn.Module):
     def rounded(self) -> "Rounded":
         if self._rounded is None:
             parts: list[Any] = list(self.blocks)
-            tied = native.round_matrix(self.head.weight) if self.config.head == "tied" else native.NO_MATRIX
             self._rounded = Rounded(
                 native.round_matrix(torch.cat([self.cell.w.weight, self.cell.u.weight], dim=1), self.cell.u.bias),
                 [native.round_matrix(part.down.weight) for part in parts if part.down is not None],
                 [native.round_matrix(part.linear.weight, part.linear.bias) for part in parts],
-                tied,
+                native.round_matrix(self.head.weight) if self.config.head == "tied" else native.NO_MATRIX,
                 native.round_matrix(self.output_rows()),
             )
         return self._rounded

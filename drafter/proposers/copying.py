@@ -45,8 +45,7 @@ class Copies(NamedTuple):
 
     def follow(self, beam_BW: Tensor, token_BW: Tensor) -> Self:
         """Copies of new beams, each given by its parent beam and its own token."""
-        num_slots = self.token_BS.shape[1]
-        old_BWS = self.length_BWS.gather(1, beam_BW[:, :, None].expand(-1, -1, num_slots))
+        old_BWS = self.length_BWS.gather(1, beam_BW[:, :, None].expand(-1, -1, self.token_BS.shape[1]))
         before_BWS = torch.cat([torch.zeros_like(old_BWS[:, :, :1]), old_BWS[:, :, :-1]], dim=2)
         is_same_BWS = (self.token_BS[:, None] == token_BW[:, :, None]) & (self.next_BS >= 0)[:, None]
         return self._replace(length_BWS=(before_BWS + 1).clamp_max(len(SHARES)) * is_same_BWS)

@@ -110,8 +110,7 @@ class DraftModelProposer(Proposer):
                 drafts.append(pick_nodes(logits_BTV, torch.full_like(rows.root_B[:, None], depth), noise, rows.warp))
         token_BM = torch.cat(drafts, dim=1)
         parent_BM = torch.arange(-1, self.max_depth - 1, device=token_BM.device).expand_as(token_BM)
-        score_BM = torch.zeros_like(token_BM, dtype=torch.float32)
-        return NodeList(token_BM, parent_BM, score_BM)
+        return NodeList(token_BM, parent_BM, torch.zeros_like(token_BM, dtype=torch.float32))
 
     def _forward(
         self,

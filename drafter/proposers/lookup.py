@@ -138,8 +138,7 @@ class LookupProposer(Proposer):
         match_W = torch.arange(self.num_matches, device=match_BW.device)
         place_L1 = torch.arange(self.length, device=match_BW.device)[:, None]
         parent_BLW = (place_L1 - 1) * self.num_matches + first_BLW.roll(1, dims=1)
-        score_BLW = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf)
-        score_BM = score_BLW.flatten(1)
+        score_BM = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf).flatten(1)
         if self._num_usual < self.num_nodes:
             least_B1 = score_BM.topk(self._num_usual, dim=1).values[:, -1:]
             is_long_B1 = (size_BW >= _LONG_MATCH).any(dim=1, keepdim=True)

@@ -228,8 +228,7 @@ class Server:
         self, body: Generation, params: SamplingParams, prompts: Sequence[list[int]], predicted: Sequence[int]
     ) -> list[EngineRequest]:
         """The engine's request of each text; the texts of a prompt differ in the seed (ApiError for a bad prompt)."""
-        want_tree = body.details and body.stream
-        options = RequestOptions(body.speculation, body.num_logprobs, want_tree, tuple(predicted))
+        options = RequestOptions(body.speculation, body.num_logprobs, body.details and body.stream, tuple(predicted))
         make = partial(self.worker.engine.make_request, options=options, want_text=bool(params.stop))
         try:
             requests = [

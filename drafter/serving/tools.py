@@ -98,8 +98,7 @@ class ToolParser:
         content = self._text[self._place : start if start >= 0 else None]
         if start < 0 and self._marks and not is_last:  # a mark may begin
             sizes = [at for mark in (OPEN, "```json ") for at in range(1, len(mark)) if content.endswith(mark[:at])]
-            begun = max(sizes, default=0)
-            content = content[: len(content) - begun]
+            content = content[: len(content) - max(sizes, default=0)]
         if start >= 0 or not is_last or self.num_calls:
             content = content.rstrip()
         self._place += len(content)

@@ -113,10 +113,9 @@ def checkpoint_files(place: Path | str, revision: str | None) -> list[Path]:
     if not isinstance(folder, Path):
         from huggingface_hub import snapshot_download
 
+        wanted = ["model*.safetensors", *_DECIDING[1:]]
         try:
-            folder = Path(
-                snapshot_download(folder, revision=revision, allow_patterns=["model*.safetensors", *_DECIDING[1:]])
-            )
+            folder = Path(snapshot_download(folder, revision=revision, allow_patterns=wanted))
         except (OSError, ValueError) as error:
             raise ValueError(f"--target {place!r} cannot be loaded: {first_line(error)}") from error
     return sorted(file for end in _DECIDING for file in folder.glob(end))
@@ -220,9 +219,7 @@ def stored_file(name: str, revision: str | None = None) -> tuple[Path, Path] | N
 
 
 def _converted(file: Path, has_weights: bool) -> Path:
-    """The folder made from a `.gguf` file, made now if the file is new or has changed. Of two processes the second
-    waits, and finds the folder done.
-    """
+    """The folder made from a `.gguf` file, now if the file is new or has changed; a second process finds it done."""
     folder = home_folder() / "targets" / f"gguf-{key_of([file], (has_weights, _VERSION))}"
     if _is_whole(folder):
         return folder

@@ -208,8 +208,7 @@ class Fork:
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process
-        child = process(target=_work, args=(self._function, theirs), daemon=True)
+        child = multiprocessing.get_context("fork").Process(target=_work, args=(self._function, theirs), daemon=True)
         with _later_interrupt():
             child.start()
             self._child = child

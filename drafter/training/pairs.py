@@ -60,8 +60,7 @@ def select_pairs(
     if min(depth_rates) < 1:
         chance_X1 = torch.rand(len(is_valid_XL), 1, generator=generator)
         is_valid_XL = is_valid_XL & (chance_X1 < torch.tensor(depth_rates))
-    depth_X = is_valid_XL.sum(dim=1)
-    sorted_X, start_X = depth_X.sort(descending=True, stable=True)
+    sorted_X, start_X = is_valid_XL.sum(dim=1).sort(descending=True, stable=True)
     num_starts = tuple(torch.searchsorted(-sorted_X, -torch.arange(1, num_depths + 1), right=True).tolist())
     start_A = start_X[: num_starts[0]]
     source_P = torch.cat([start_A[:n] + k for k, n in enumerate(num_starts, 1)])

@@ -65,9 +65,8 @@ class Client:
         return f"{root}/v1/{path}"
 
     def complete(self, path: str, body: Mapping[str, Any]) -> "Reply":
-        """The answer of ``chat/completions`` or ``completions``, with token ids where the server gives them.
-
-        Any thread may call. A server that refuses the field for token ids by name is asked without it from then on.
+        """The answer of ``chat/completions`` or ``completions``, with token ids where the server gives them; for any
+        thread. A server that refuses the field for token ids by name is asked without it from then on.
         """
         wants_ids = self._wants_ids
         content = json.dumps({**body, _IDS: True} if wants_ids else body).encode()

@@ -33,9 +33,8 @@ class Range(NamedTuple):
             raise ValueError(f"{name} is {value!r} but must be {'an integer ' if kind is int else ''}{self}{mend}")
 
     def __str__(self) -> str:
-        return (
-            f"from {self.low} to {self.high}" if self.above is None else f"above {self.above} and at most {self.high}"
-        )
+        start = f"from {self.low} to" if self.above is None else f"above {self.above} and at most"
+        return f"{start} {self.high}"
 
 
 SEED = {"low": -(2**63), "high": 2**64 - 1}  # limits of a seed: any 64-bit integer, signed or not

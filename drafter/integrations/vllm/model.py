@@ -131,8 +131,7 @@ class RecurrentDrafterEagle3(Eagle3LlamaForCausalLM):
         state_TAD = hidden_states.unflatten(-1, (-1, size))[:, self._order]
         last_TD = F.rms_norm(state_TAD[:, -1].float(), (size,), self.final_norm.float(), self._norm_epsilon)
         context_TC = torch.cat([state_TAD[:, :-1].flatten(1), last_TD.to(hidden_states.dtype)], dim=-1)
-        hidden_TD = self.drafter.fuse(context_TC)
-        return F.pad(hidden_TD, (0, size + self._num_more))
+        return F.pad(self.drafter.fuse(context_TC), (0, size + self._num_more))
 
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, is_multimodal: Any = None

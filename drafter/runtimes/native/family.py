@@ -105,11 +105,7 @@ _SLIDING = ("mistral", "phi3", "starcoder2")  # without kinds of layers, every l
 
 
 def describe(config: Any) -> Description:
-    """The description of a text model's configuration.
-
-    Raises:
-        Unsuitable: no entry describes the model; says why.
-    """
+    """The description of a text model's configuration (Unsuitable: no entry describes the model; says why)."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise Unsuitable(f"models of type {kind} are not described")

@@ -145,10 +145,7 @@ def _ends(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, float, float]]:
 
 def _check(runtime: NativeRuntime, config: Any, folder: Path) -> None:
     """Compare a short forward through the first layers with transformers' own module, once for a configuration and its
-    weights' names.
-
-    Raises:
-        Unsuitable: the description is not the model's.
+    weights' names (Unsuitable: the description is not the model's).
     """
     names = sorted({*runtime.places, *runtime.vectors})
     facts = [config.to_dict(), version("transformers"), native.instructions(), runtime.traits.number_format, names]
@@ -186,8 +183,7 @@ def _distance(runtime: NativeRuntime, config: Any) -> float:
     if differing := (module.state_dict().keys() - {"embed_tokens.weight"}) ^ own.keys():
         raise Unsuitable(f"the weight {min(differing)} is only in the checkpoint, or only in transformers' module")
     module.load_state_dict(own, strict=False, assign=True)
-    tokens = torch.arange(2, 10)[None] % runtime.vocab_size
-    embedding = runtime.embed(tokens)
+    embedding = runtime.embed(torch.arange(2, 10)[None] % runtime.vocab_size)
     wanted = module.eval()(inputs_embeds=embedding, use_cache=False, return_dict=True).last_hidden_state
     model = runtime.first_layers(number)
     cache = runtime.new_cache(1, 16, torch.float32)
@@ -203,8 +199,7 @@ def _numbers(runtime: NativeRuntime, num_layers: int) -> Iterator[tuple[str, Ten
     """The numbers of the first layers' weights by the names of transformers."""
     kept = re.compile(r"model\.(norm|layers\.(\d+))\.")
     for name in (*runtime.vectors, *runtime.places):
-        found = kept.match(name)
-        if found is None or int(found[2] or 0) >= num_layers:
+        if (found := kept.match(name)) is None or int(found[2] or 0) >= num_layers:
             continue
         if name in runtime.vectors:
             yield name, runtime.vectors[name]

@@ -109,11 +109,10 @@ class NativeRuntime:
         self._is_rounded = number_format == "stored"
         self._target = "BF16" if number_format == "bfloat16" else None
         self._cache_dtype = torch.float32 if number_format == "float32" else torch.float16
-        cheap = _CHEAP_TOKENS.get(native.instructions(), 2)
         self.traits = Traits(
             number_format,
             has_plain_logits=self.description.logit_scale == 1 and not self.description.logit_cap,
-            cheap_tokens=cheap,
+            cheap_tokens=_CHEAP_TOKENS.get(native.instructions(), 2),
             num_threads=process_threads(),
         )
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
@@ -292,8 +291,7 @@ class NativeRuntime:
         return made
 
     def _cache(self, num_rows: int, num_slots: int, dtype: torch.dtype | None = None) -> NativeCache:
-        rotations = self._reach(num_slots + 1)
-        return NativeCache(self._model, num_rows, num_slots, dtype or self._cache_dtype, rotations)
+        return NativeCache(self._model, num_rows, num_slots, dtype or self._cache_dtype, self._reach(num_slots + 1))
 
     def cache_bytes(self, num_rows: int, num_slots: int) -> int:
         model, slots = self._model, _padded(num_slots + 1)
@@ -359,10 +357,8 @@ class NativeRuntime:
 
 
 def rotation_table(config: Any, kind: str | None, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [num_positions, dim / 2], float32, as transformers computes them.
-
-    Raises:
-        Unsuitable: the rotation depends on the length of the text, or is not known.
+    """Cosines and sines [num_positions, dim / 2], float32, as transformers computes them (Unsuitable: the rotation
+    depends on the length of the text, or is not known).
     """
     parameters = config.rope_parameters[kind] if kind is not None else config.rope_parameters
     name, factor = parameters.get("rope_type", "default"), 1.0

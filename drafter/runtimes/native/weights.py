@@ -110,9 +110,8 @@ def open_safetensors(files: Iterable[Path]) -> dict[str, Stored]:
         if twice := places.keys() & found.keys():
             raise Unsuitable(f"more than one of its files has the tensor {min(twice)}")
         for name, (kind, shape, start, stop) in places.items():
-            found[name] = Stored(
-                kind, shape, memory[start:stop].reshape(shape[0] if shape and kind in _FLOATS else 1, -1)
-            )
+            rows = shape[0] if shape and kind in _FLOATS else 1
+            found[name] = Stored(kind, shape, memory[start:stop].reshape(rows, -1))
     return found
 
 
@@ -153,11 +152,7 @@ class GGUF(NamedTuple):
 
 
 def open_gguf(file: Path) -> GGUF:
-    """The tensors of a GGUF file.
-
-    Raises:
-        ValueError: a header that does not describe its file; names the file.
-    """
+    """The tensors of a GGUF file (ValueError, with the file's name: a header that does not describe its file)."""
     header = read_header(file)
     tensors: dict[str, Stored] = {}
     places = []
@@ -270,6 +265,5 @@ def _check_scales(stored: Stored) -> None:
         return
     block = stored.data.reshape(-1, _BLOCKS[stored.kind][1])
     for at in _SCALES[stored.kind]:
-        exponents = block[:, at + 1] & 0x7C
-        if (exponents == 0x7C).any():
+        if ((block[:, at + 1] & 0x7C) == 0x7C).any():
             raise ValueError(f"a scale of a {stored.kind} matrix is no finite number: the file is damaged")

@@ -62,8 +62,7 @@ def load_torch(spec: Spec) -> Target:
 
 def _read_model(spec: Spec, place: Path | str) -> tuple[Any, str]:
     """The model on its devices, and the scheme by which its checkpoint was quantised; empty for plain weights."""
-    own_dtype = torch.float32 if spec.device.type == "cpu" else torch.bfloat16
-    dtype = DTYPES.get(spec.dtype, own_dtype)
+    dtype = DTYPES.get(spec.dtype, torch.float32 if spec.device.type == "cpu" else torch.bfloat16)
     shared: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
     scheme, arguments = reading_of(place, shared)
     if scheme and (spec.device_map is not None or spec.quantization != "none"):
