@@ -142,8 +142,8 @@ def test_a_request_starts_without_a_wait(engine: Engine) -> None:
         assert count["launch"] <= 130 and count["capture"] == 0, count
         runner_of = engine._runner
         assert runner_of is not None
-        root, _, seed, *tokens = runner_of._state_BX[0].tolist()
-        assert (root, seed, tokens[:37]) == (39, params.seed, list(range(3, 40)))
+        root, _, seed, num_prompt, *tokens = runner_of._state_BX[0].tolist()
+        assert (root, seed, num_prompt, tokens[:37]) == (39, params.seed, 37, list(range(3, 40)))
         engine.drop()
 
 
