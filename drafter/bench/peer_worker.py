@@ -66,7 +66,7 @@ class LlamaCpp:
             raise SystemExit(f"llama.cpp cannot load {settings['model']}")
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = max(512, settings["num_tokens"])
-        params.n_seq_max, params.kv_unified = 2, True
+        params.n_seq_max, params.kv_unified = 2, True  # a second sequence is for scripts/peer_times.py
         params.n_threads = params.n_threads_batch = settings["num_threads"]
         self._context, self._vocab = lib.llama_init_from_model(model, params), lib.llama_model_get_vocab(model)
         self._memory = lib.llama_get_memory(self._context)

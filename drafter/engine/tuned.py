@@ -241,7 +241,8 @@ class Sizer:
         self._is_live = bool(self._tries) and num_rows <= _MOST_ROWS
         rows = bucket(num_rows) if self._is_live else next((each for each in self._table if each >= num_rows), 0)
         is_same, self._rows = rows == self._rows, rows
-        self._num_left = self._num_left - 1 if is_same and self.loss(self._present.tree) < _MOST_LOSS else 0
+        goes_on = is_same and self._num_left > 1 and self.loss(self._present.tree) < _MOST_LOSS
+        self._num_left = self._num_left - 1 if goes_on else 0
         self._num_steps += 1
         if self._is_live and rows not in self._times:
             self._start(rows, num_rows)

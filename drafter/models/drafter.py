@@ -314,7 +314,7 @@ def check_target(config: DrafterConfig, target: Any) -> None:
             raise ValueError(f"{mine} ({what} {wanted}) and cannot draft for {target.name!r} ({what} {found})")
     written = config.target_fingerprint
     is_same = not written or same_fingerprint(written, target.fingerprint)
-    if not is_same and distance(written, target.fingerprint) > _MOST_DISTANCE:
+    if not is_same and not distance(written, target.fingerprint) <= _MOST_DISTANCE:  # NaN is refused
         raise ValueError(
             f"{mine} and cannot draft for {target.name!r}: their weights differ; "
             "give the target it was trained for (--target), or train a drafter for this one"

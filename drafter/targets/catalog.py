@@ -56,7 +56,7 @@ class Source:
         return home_folder() / "gguf" / self.name
 
 
-ALIASES = {alias: Source(**said) for alias, said in read_json_object(ASSETS / "aliases.json").items()}
+ALIASES = {alias: Source(**said) for alias, said in json.loads((ASSETS / "aliases.json").read_bytes()).items()}
 _KNOWN = ", ".join(ALIASES)
 _UNKNOWN = (
     f"unknown target %r: give an alias ({_KNOWN}), a hub id (owner/name, or owner/name:q4_k_m for a GGUF file), a "
