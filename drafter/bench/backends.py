@@ -130,8 +130,7 @@ class TransformersBackend(Backend):
             row[: next((size for size, token in enumerate(row, 1) if token in eos), len(row))]  # the rest is padding
             for row in output_BT[:, width:].tolist()
         ]
-        seconds = time.perf_counter() - start
-        return [TimedAnswer(row, seconds, times[1] - start, len(row)) for row in rows]
+        return [TimedAnswer(row, time.perf_counter() - start, times[1] - start, len(row)) for row in rows]
 
 
 def weights_file(source: Path, weights: str) -> Path:

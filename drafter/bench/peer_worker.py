@@ -101,8 +101,7 @@ class LlamaCpp:
             token_ids = [lib.llama_sampler_sample(sampler, self._context, -1)]
             first, num_forwards = time.perf_counter() - start, 1
             while token_ids[-1] not in self._eos and len(token_ids) < params["max_new_tokens"]:
-                room = params["max_new_tokens"] - len(token_ids) - 1
-                draft = self._draft([*prompt, *token_ids])[:room]
+                draft = self._draft([*prompt, *token_ids])[: params["max_new_tokens"] - len(token_ids) - 1]
                 place = len(prompt) + len(token_ids) - 1
                 self._decode([token_ids[-1], *draft], place, all_logits=True)
                 num_forwards += 1

@@ -134,8 +134,7 @@ def tuned_table(sizes: TunedSizes) -> str:
         best, plain = plan.best(), next(each for each in plan.choices if each.tree.is_plain)
         tree = [str(best.tree_size), "-", "-"] if best.tree.is_plain else [str(best.tree[index]) for index in (2, 0, 1)]
         seconds = [f"{1000 * choice.step_seconds:.1f}" for choice in (best, plain)]
-        rate = f"{plan.num_rows * best.rate():.1f}"
-        speedup = f"{best.rate() / plain.rate():.2f}x"
-        lines.append([str(plan.num_rows), *tree, f"{best.tokens_per_step:.2f}", *seconds, rate, speedup])
+        speeds = [f"{plan.num_rows * best.rate():.1f}", f"{best.rate() / plain.rate():.2f}x"]
+        lines.append([str(plan.num_rows), *tree, f"{best.tokens_per_step:.2f}", *seconds, *speeds])
     columns = ("rows", "N", "W", "L", "tokens/step", "step ms", "plain ms", "tokens/s", "speedup")
     return format_table(columns, lines)

@@ -166,9 +166,9 @@ class RowEncoder:
                 f"target {self.name!r} has no chat template, so conversations cannot be rendered: give plain `text` "
                 "rows, or choose an instruction-tuned target"
             )
-        # A last question that has no answer is left out.
-        has_more = row.messages[-1]["role"] == "user" and len(row.messages) > 2
-        messages = row.messages[:-1] if has_more else row.messages
+        messages = row.messages
+        if messages[-1]["role"] == "user" and len(messages) > 2:  # a last question that has no answer is left out
+            messages = messages[:-1]
         answers = [message["content"].rstrip() for message in messages if message["role"] == "assistant"]
         before = itertools.accumulate(len(message["content"]) for message in messages)
         reasons = {

@@ -146,8 +146,7 @@ def _parquet_rows(stream: BinaryIO, name: str) -> Iterator[RawRow]:
             is_list = [about.schema.column(index).max_repetition_level > 0 for index in range(about.num_columns)]
             for group in range(about.num_row_groups):
                 chunks = [about.row_group(group).column(index) for index in range(about.num_columns)]
-                num_values = (chunk.num_values for chunk in itertools.compress(chunks, is_list))
-                if max(num_values, default=0) > _MOST_VALUES:
+                if any(chunk.num_values > _MOST_VALUES for chunk in itertools.compress(chunks, is_list)):
                     raise ValueError(f"more than {_MOST_VALUES:,} values in a row group: write smaller row groups")
                 for batch in file.iter_batches(_ROWS, row_groups=[group], use_threads=False):
                     if batch.nbytes > batch.num_rows * parse.MAX_LINE_MIB << 20:

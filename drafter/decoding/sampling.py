@@ -67,12 +67,6 @@ def mix64(word: Tensor) -> Tensor:
     return word
 
 
-def _stream_start_BT(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
-    """[B], [B, T] -> [B, T]: start states. Two hashes keep (seed, position) and (seed + 1, position - 1) apart."""
-    seed_key_B = mix64(mix64(seed_B.long()) + _signed((stream + 1) * _STREAM_STRIDE % (1 << 64)))
-    return mix64(seed_key_B[:, None] + (position_BT.long() + 1) * _GAMMA)
-
-
 def _uniform(word: Tensor) -> Tensor:
     """[...] int64 -> [...] float64, (k + 1/2) / 2^52 for the top 52 bits k: exact, in [2^-53, 1 - 2^-53]."""
     return _logical_shift(word, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
@@ -80,7 +74,9 @@ def _uniform(word: Tensor) -> Tensor:
 
 def random_bits(seed_B: Tensor, position_BT: Tensor, token_ids: Tensor, *, stream: int = 0) -> Tensor:
     """[B] int64, [B, T] int64, [M] or [B, 1, M] int64 -> [B, T, M] int64: 64 bits for each seed, position and token."""
-    start_BT = _stream_start_BT(seed_B, position_BT, stream)
+    # Two hashes keep (seed, position) and (seed + 1, position - 1) apart.
+    seed_key_B = mix64(mix64(seed_B.long()) + _signed((stream + 1) * _STREAM_STRIDE % (1 << 64)))
+    start_BT = mix64(seed_key_B[:, None] + (position_BT.long() + 1) * _GAMMA)
     return mix64(start_BT[:, :, None] + (token_ids.long() + 1) * _GAMMA)
 
 
@@ -107,8 +103,7 @@ class Noise(NamedTuple):
     def at(self, depth: int, token_ids: Tensor) -> Tensor:
         """Noise of tokens [M], or of a list for each row [B, M], at one depth: float32 [B, M]."""
         position_B1 = self.length_B[:, None] + (depth + 1)
-        own = token_ids if token_ids.dim() == 1 else token_ids[:, None]
-        return gumbel_noise(self.seed_B, position_B1, own)[:, 0]
+        return gumbel_noise(self.seed_B, position_B1, token_ids if token_ids.dim() == 1 else token_ids[:, None])[:, 0]
 
 
 class Warp(NamedTuple):
@@ -227,8 +222,7 @@ def pick(logits_BNV: Tensor, noise_BNV: Tensor | None, warp: Warp) -> Tensor:
     if noise_BNV is None:
         assert not warp.has_noise, "a row with temperature > 0 needs noise"
         return argmax(logits_BNV)
-    is_sampled_B11 = (warp.temperature_B > 0).float()[:, None, None]
-    return argmax(warp_logits(logits_BNV, warp).addcmul_(noise_BNV, is_sampled_B11))
+    return argmax(warp_logits(logits_BNV, warp).addcmul_(noise_BNV, (warp.temperature_B > 0).float()[:, None, None]))
 
 
 def pick_nodes(logits_BNV: Tensor, depth_BN: Tensor, noise: Noise | None, warp: Warp) -> Tensor:

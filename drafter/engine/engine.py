@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly
-from drafter.engine.grammars import Grammars
 from drafter.engine.request import Prompt, Request, RequestOptions, Update, encode_prompts
 from drafter.engine.runner import CacheWithStates, Runner, check_fit
 from drafter.engine.scheduler import Scheduler, bucket, neighbours
@@ -20,6 +20,7 @@ from drafter.proposers.lookup import LookupDrafting
 from drafter.targets.target import Target
 
 if TYPE_CHECKING:
+    from drafter.engine.grammars import Grammars
     from drafter.models.drafter import RecurrentDrafter
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,6 @@ class Engine:
             self._plain = self.proposer
         self._scheduler = Scheduler(plan.max_num_seqs, shares_prefixes=plan.enable_prefix_caching)
         self._runner: Runner | None = None
-        self.grammars = Grammars(target)
         self._ids = count()
         self._is_arranged = True
         self._is_sized = False  # the sizer has chosen the tree of the present step
@@ -152,6 +152,12 @@ class Engine:
 
     # -- the core, for servers -------------------------------------------------------------------------------------
 
+    @cached_property
+    def grammars(self) -> "Grammars":
+        from drafter.engine.grammars import Grammars
+
+        return Grammars(self.target)
+
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
@@ -222,7 +228,8 @@ class Engine:
         stop_ids = frozenset((*own_stops, *params.stop_token_ids))
         limit = min(params.max_new_tokens, room)
         request = Request(next(self._ids), list(prompt_ids), params, limit, stop_ids, options=options or _NO_OPTIONS)
-        request.guide = self.grammars.guide(params)
+        if params.structure is not None:
+            request.guide = self.grammars.guide(params)
         request.incremental_text = request.new_text(self.target.decode) if has_text else None
         return request
 

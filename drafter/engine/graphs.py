@@ -16,31 +16,35 @@ Parts = Generator[Callable[[], None], None, T]
 
 
 class Graphs:
-    """Records functions as CUDA graphs at their first calls, and replays them afterwards, where it ``is_on``. Nothing
-    that is launched while ``is_recording`` runs. A recorded function uses tensors of fixed addresses, and its results
-    hold until the next call; all graphs share one pool, because only one runs at a time, in the thread that calls.
+    """Records functions as CUDA graphs. Nothing that is launched while ``is_recording`` runs. A recorded function uses
+    tensors of fixed addresses, and its results hold until the next replay; all graphs share one pool, because only one
+    runs at a time, in the thread that calls.
     """
 
-    def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on
+    def __init__(self) -> None:
         self.is_recording = False
         self._by_owner: WeakKeyDictionary[Any, dict[Hashable, Callable[[], Any] | None]] = WeakKeyDictionary()
-        if is_on and torch.cuda.is_available():
+        if torch.cuda.is_available():
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def run(self, owner: object, key: Hashable, function: Callable[[], Parts[T]]) -> T:
-        """The result of a generator without arguments that launches kernels, and waits for nothing. It yields functions
-        for the host to call, which use tensors of fixed addresses: such a step is a graph for each part between them.
-        ``key`` is all that the generator reads besides the numbers in tensors; ``owner`` lives as long as the graph,
-        and is no part of the results.
+    def find(self, owner: object, key: Hashable) -> Callable[[], Any] | None:
+        """Replays what was recorded, and returns its result; None where nothing is."""
+        graphs = self._by_owner.get(owner, {})
+        if graphs.get(key) is not None:
+            graphs[key] = graphs.pop(key)  # the latest used stands last
+        return graphs.get(key)
+
+    def record(self, owner: object, key: Hashable, function: Callable[[], Parts[Any]]) -> None:
+        """Record a generator without arguments that launches kernels, and waits for nothing. Call the function before:
+        the call sets up what a recording may not (handles of libraries, kernels).
+
+        The generator yields functions for the host to call, which use tensors of fixed addresses: such a step is a
+        graph for each part between them. ``key`` is all that the generator reads besides the numbers in tensors;
+        ``owner`` lives as long as the graph, and is no part of the results.
         """
-        if not self.is_on:
-            return _run_parts(function())
         graphs = self._by_owner.setdefault(owner, {})
         if key in graphs:
-            graphs[key] = replay = graphs.pop(key)  # the latest used stands last
-            return _run_parts(function()) if replay is None else replay()
-        result = _run_parts(function())  # sets up what a recording may not: handles of libraries, kernels
+            return
         if len(graphs) == _MOST_GRAPHS:
             del graphs[next(iter(graphs))]
         self.is_recording = True
@@ -51,7 +55,6 @@ class Graphs:
             graphs[key] = None
         finally:
             self.is_recording = False
-        return result
 
     def _record(self, function: Callable[[], Parts[T]]) -> Callable[[], T]:
         """A function that replays the graphs of ``function``, and calls the host's functions between them."""
@@ -76,13 +79,3 @@ class Graphs:
             return result
 
         return replay
-
-
-def _run_parts(parts: Parts[T]) -> T:
-    """The result of a generator, with the host's functions called where they are yielded."""
-    while True:
-        try:
-            work = next(parts)
-        except StopIteration as end:
-            return end.value
-        work()

@@ -80,8 +80,7 @@ def _read_drafter(name: str) -> "RecurrentDrafter":
     recover(folder)
     if not folder.is_dir():
         folder = shipped_drafter(name) or folder
-    is_hub_id = name.count("/") == 1 and name[0] not in "./~"
-    if not folder.is_dir() and not is_hub_id:
+    if not folder.is_dir() and (name.count("/") != 1 or name[0] in "./~"):  # no id of the hub
         known = ", ".join(shipped_drafters())
         raise FileNotFoundError(
             f"--drafter {name}: there is no such folder, and the package has no such drafter ({known})"

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -19,16 +19,18 @@ from tqdm import tqdm
 
 from drafter.decoding.params import SamplingParams
 from drafter.decoding.proposer import Proposer, RootOnly, RowState, to_device
-from drafter.decoding.rules import Guide, Paths, Rules, TreeNode, apply_rules, numbers_of
 from drafter.decoding.sampling import Noise, has_kernels, make_warp, pick_nodes
 from drafter.decoding.tree import AcceptedPath, Candidates, accept_picks, ancestors
-from drafter.engine.graphs import Graphs, Parts
 from drafter.engine.request import Request, StepTree, TokenLogprob, Update
 from drafter.engine.scheduler import PrefillChunk, bucket
 from drafter.engine.settings import Plan
 from drafter.runtimes.base import RowCache, Slots, TargetOutput
 from drafter.targets.target import Target
 from drafter.utils.io import first_line
+
+if TYPE_CHECKING:
+    from drafter.decoding.rules import Guide, TreeNode
+    from drafter.engine.graphs import Graphs, Parts
 
 _log = logging.getLogger(__name__)
 _NO_PARAMS = SamplingParams()  # rows without a request have these
@@ -106,6 +108,8 @@ class Runner:
     step have nodes that grammars forced.
     """
 
+    _graphs: "Graphs | None" = None
+
     def __init__(
         self, target: Target, plan: Plan, num_slots: int, context_layers: tuple[int, ...], num_nodes: int
     ) -> None:
@@ -139,11 +143,14 @@ class Runner:
         self._guided: tuple[Candidates, int]  # the trees under their grammars, and their depth
         self._masks: dict[tuple[int, int, int], Tensor] = {}  # by shape
         self._tell([])
-        self._graphs = Graphs(is_on=plan.compile)
+        if plan.compile:
+            from drafter.engine.graphs import Graphs
+
+            self._graphs = Graphs()
 
     def visible_slots(self, num_needed: int) -> int:
         """``num_needed`` rounded up to a bucket, at most ``num_slots``; ``num_slots`` for CUDA graphs."""
-        if self._graphs.is_on:
+        if self._graphs:
             return self.num_slots
         return min(-(-num_needed // _SLOT_BUCKET) * _SLOT_BUCKET, self.num_slots)
 
@@ -167,8 +174,7 @@ class Runner:
         if self._prediction_BS is not None:
             self._prediction_BS[row] = end
             if kept:
-                tokens = to_device(self.target.device, torch.tensor(kept))[0]
-                self._prediction_BS[row, -1 - len(kept) : -1] = tokens
+                self._prediction_BS[row, -1 - len(kept) : -1] = to_device(self.target.device, torch.tensor(kept))[0]
 
     def vacate(self, first_row: int) -> None:
         """Empty the rows from ``first_row`` on. They become padding of a bucket, which never samples."""
@@ -246,12 +252,15 @@ class Runner:
         )
         key = num_rows, rows.num_visible, prediction_BP is None, rows.warp.facts, self._rule_names, wanted[1:]
         run = partial(self._run, proposer, rows, wanted, is_trial=not requests)
-        words_X, results = self._graphs.run(proposer, key, run)
+        replay = self._graphs.find(proposer, key) if self._graphs else None
+        words_X, results = _run_parts(run()) if replay is None else replay()
+        if self._graphs and replay is None:
+            self._graphs.record(proposer, key, run)
         return self._hand_out(words_X, results, requests)
 
     def _run(
         self, proposer: Proposer, rows: RowState, wanted: _Wanted, *, is_trial: bool
-    ) -> Parts[tuple[Tensor, dict[str, Tensor]]]:
+    ) -> "Parts[tuple[Tensor, dict[str, Tensor]]]":
         """A step on the device: its results as packed words, and as tensors; yields the host's part of grammars. What
         a step reads besides tensors of fixed addresses is in the key of its graph.
         """
@@ -265,7 +274,7 @@ class Runner:
             candidates = candidates._replace(is_node_BN=is_node_BN)
         if "grammar" in self._rule_names:
             yield partial(self._guide_trees, candidates, max_depth)
-            if not self._graphs.is_on:
+            if self._graphs is None:
                 candidates, max_depth = self._guided
         self.num_verified = candidates.token_BN.shape[1]
         accepted, logits_BNV, context_BNC = yield from self._verify(
@@ -282,7 +291,7 @@ class Runner:
         try:
             return proposer.propose(rows, noise)
         except Exception as error:
-            if is_trial or self._graphs.is_recording or is_out_of_memory(error):
+            if is_trial or (self._graphs and self._graphs.is_recording) or is_out_of_memory(error):
                 raise
             self._count_failure(first_line(error))
         return RootOnly(proposer.num_nodes).propose(rows, noise)
@@ -325,7 +334,7 @@ class Runner:
             _, num_emitted, *emitted = found["line"][row]
             logprobs = tree = None
             if num_top is not None:
-                place = row if self._graphs.is_on else asked[row]  # graphs hand out all rows
+                place = row if self._graphs else asked[row]  # graphs hand out all rows
                 each = zip(*(found[name][place] for name in ("logprob", "top_token", "top_logprob")), strict=True)
                 logprobs = [TokenLogprob(own, list(zip(*top, strict=True))[:num_top]) for own, *top in each]
             if request.options.want_tree:
@@ -337,13 +346,12 @@ class Runner:
     def warm_up(self, proposers: Iterable[Proposer]) -> None:
         """Record the proposers' steps for every bucket of rows; without graphs, try each once. No row changes."""
         buckets = {min(bucket(num_rows), self.num_rows) for num_rows in range(1, self.num_rows + 1)}
-        is_on = self._graphs.is_on
-        sizes, kinds = (sorted(buckets), _WARM_PARAMS) if is_on else ([1], _WARM_PARAMS[:1])
+        sizes, kinds = (sorted(buckets), _WARM_PARAMS) if self._graphs else ([1], _WARM_PARAMS[:1])
         work = [(size, each, params) for each in dict.fromkeys(proposers) for size in sizes for params in kinds]
         held_B, held_params = self._length_B.clone(), self._params
         self._length_B.zero_()  # a running row may be longer than the visible slots
         try:
-            for num_rows, proposer, params in (bar := tqdm(work, desc="Recording steps", disable=not is_on)):
+            for num_rows, proposer, params in (bar := tqdm(work, desc="Recording steps", disable=not self._graphs)):
                 bar.set_postfix_str(f"{num_rows} x {proposer.num_nodes} nodes")
                 self._params = [params] * self.num_rows
                 self.step(proposer, num_rows, [], 0)
@@ -362,21 +370,23 @@ class Runner:
         self._views.tell(self._warp.by_row | {name: torch.tensor(flag) for name, flag in flags.items()})
         self._rule_names = frozenset(name for params in self._params for name in params.rules)
         if self._rule_names:
+            from drafter.decoding.rules import numbers_of
+
             self._rules.tell(numbers_of(self._params)._asdict())
         self._decided = list(self._params), flags
 
     def _wanted(self, requests: Sequence[Request]) -> _Wanted:
         num_logprobs = _num_logprobs(requests)
         num_top, row_A = max(num_logprobs.values(), default=None), None
-        if num_top and self._graphs.is_on:  # all rows and few numbers, so that few graphs are recorded
+        if num_top and self._graphs:  # all rows and few numbers, so that few graphs are recorded
             num_top = 1 << (num_top - 1).bit_length()
-        elif num_logprobs and not self._graphs.is_on:
+        elif num_logprobs and self._graphs is None:
             row_A = to_device(self.target.device, torch.tensor(list(num_logprobs)))[0]
         return _Wanted(row_A, num_top, any(request.options.want_tree for request in requests))
 
     def _verify(
         self, rows: RowState, candidates: Candidates, noise: Noise | None, max_depth: int, *, keeps_logits: bool
-    ) -> Parts[tuple[AcceptedPath, Tensor, Tensor]]:
+    ) -> "Parts[tuple[AcceptedPath, Tensor, Tensor]]":
         """Run the target over the trees and accept paths: the paths, logits [B, N, V], which rules have changed unless
         ``keeps_logits``, and contexts [B, N, C].
         """
@@ -393,6 +403,8 @@ class Runner:
         if self.target.num_tokens < self.target.vocab_size:
             logits_BNV[..., self.target.num_tokens :] = -torch.inf  # padding of the matrix is never drawn
         if self._rule_names:
+            from drafter.decoding.rules import Paths, Rules, apply_rules
+
             ruled_BNV = ruled_BNV.clone() if keeps_logits else ruled_BNV
             history_BS, num_prompt_B = rows.history_BS[:, : rows.num_visible], self._num_prompt_B[: len(token_BN)]
             paths = Paths(token_BN, ancestor_BNN, history_BS, rows.length_B, num_prompt_B)
@@ -411,9 +423,11 @@ class Runner:
         The trees of a graph change in place. Others take as many nodes as the rows have use for: a node that k rows
         share with forced tokens is worth a cost of at most k / active rows plain steps.
         """
+        from drafter.decoding.rules import TreeNode
+
         tree_XBN = torch.stack(_unpack(_packed(candidates[:4]).cpu(), candidates[:4]))
         num_nodes = tree_XBN.shape[2]
-        limits = (num_nodes, max_depth) if self._graphs.is_on else (self._most_nodes, self._most_nodes - 1)
+        limits = (num_nodes, max_depth) if self._graphs else (self._most_nodes, self._most_nodes - 1)
         for row, guide in self._guides.items():
             tokens, parents, depths, is_node = tree_XBN[:, row].tolist()
             kept = [0, *(node for node in range(1, num_nodes) if is_node[node])]
@@ -424,7 +438,7 @@ class Runner:
                 if num_forced:
                     self.forced_rows.add(row)
             self._trees[row] = nodes
-        if not self._graphs.is_on:
+        if self._graphs is None:
             sizes = sorted((len(self._trees[row]) for row in self._guides), reverse=True)
             num_active = sum(self._decided[1]["is_active_B"])
             rank = max(1, math.ceil((self.node_cost or 1.0) * num_active))  # unknown costs are high
@@ -440,7 +454,7 @@ class Runner:
             padding = [[0, place, 0, 0] for place in range(len(nodes), num_nodes)]
             found_XBN[:, row] = torch.tensor([[*node, 1] for node in nodes] + padding).T
         found = to_device(self.target.device, *found_XBN.unbind())
-        if not self._graphs.is_on:
+        if self._graphs is None:
             token_BN, parent_BN, depth_BN, is_node_BN = found
             guided = Candidates(token_BN, parent_BN, depth_BN, is_node_BN.bool(), candidates.has_failed_B)
             self._guided = guided, int(found_XBN[2].max())
@@ -454,7 +468,7 @@ class Runner:
         mask_BNX = self._masks.get(shape)
         if mask_BNX is None:
             mask_BNX = torch.full(shape, 255, dtype=torch.uint8, device=self.target.device)
-            if self._graphs.is_on:
+            if self._graphs:
                 self._masks[shape] = mask_BNX
         return mask_BNX
 
@@ -475,8 +489,7 @@ class Runner:
             # Depth d of the path goes to slot length + d. Later depths repeat the last accepted node; the next tree
             # overwrites these slots. Inactive rows move nothing.
             from_BL = torch.where(active_B1, length_B1 + path_BZ[:, 1:], 0)
-            to_BL = torch.where(active_B1, length_B1 + depth_L, 0)
-            self.cache.move_slots(from_BL, to_BL)
+            self.cache.move_slots(from_BL, torch.where(active_B1, length_B1 + depth_L, 0))
         last_B11 = path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
         context_BC = context_BNC.gather(1, last_B11)[:, 0]
         # Tokens past the committed length have no meaning, so the scatter may write inactive rows there as well.
@@ -492,6 +505,16 @@ class Runner:
         self._length_B[:num_rows] = length_B
 
 
+def _run_parts(parts: "Parts[Any]") -> Any:
+    """The result of a generator, with the host's functions called where they are yielded."""
+    while True:
+        try:
+            work = next(parts)
+        except StopIteration as end:
+            return end.value
+        work()
+
+
 def _packed(tensors: Iterable[Tensor]) -> Tensor:
     """Integers, flags and float32 of any shapes as int64 words, for one transfer."""
     # The bits of a float32 take the lower half of an int64.
@@ -501,10 +524,9 @@ def _packed(tensors: Iterable[Tensor]) -> Tensor:
 
 def _unpack(words_X: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of the shapes of ``like`` from their packed words; integers and flags become int64."""
-    parts = words_X.split([tensor.numel() for tensor in like])
     return [
         (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape)
-        for part, tensor in zip(parts, like, strict=True)
+        for part, tensor in zip(words_X.split([tensor.numel() for tensor in like]), like, strict=True)
     ]
 
 

@@ -81,8 +81,7 @@ class Scheduler:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
         # In order of arrival; in order of rows, new requests in the first rows could starve a prompt in the last row.
         pending = sorted((item for item in self.rows if not item.is_prefilled), key=lambda item: item.request_id)
-        is_decoding = len(pending) < len(self.rows)
-        budget = chunk if is_decoding else chunk * len(pending)
+        budget = chunk if len(pending) < len(self.rows) else chunk * len(pending)
         chunks = []
         for request in pending:
             start = request.num_prefilled

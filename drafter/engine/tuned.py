@@ -356,8 +356,7 @@ class Sizer:
                     if tree not in choices:
                         return tree
         for tree in choices:
-            loss = max(self.loss(tree), _LEAST_LOSS)
-            if self._num_steps - times.used[tree] > _TRIAL_STEPS * loss / _TRIAL_COST:
+            if self._num_steps - times.used[tree] > _TRIAL_STEPS * max(self.loss(tree), _LEAST_LOSS) / _TRIAL_COST:
                 return tree
         return None
 

@@ -135,9 +135,8 @@ _FAULTS = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The built library; None where the package was installed without a compiler, or the library does not load here."""
-    file = Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     try:
-        found = ctypes.CDLL(str(file))
+        found = ctypes.CDLL(str(Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"))
     except OSError:  # not there, or built for another system
         return None
     found.matrix_bytes.restype = _long

@@ -99,8 +99,7 @@ class BeamProposer(Proposer):
         self.length = min(drafting.draft_length, drafting.tree_size - 1)  # a tree of N nodes is at most N - 1 deep
         self._drafting = drafting
         deepest = min(drafting.tree_size - 1, COPY_DEPTH) if drafting.copying else 0
-        levels = (self.width,) * self.length + (1,) * (deepest - self.length)
-        super().__init__(levels, drafting.tree_size)
+        super().__init__((self.width,) * self.length + (1,) * (deepest - self.length), drafting.tree_size)
         if drafter.draft_token_ids_R.device.type != target.device.type:
             raise ValueError(
                 f"the drafter is on {drafter.device} but the target on {target.device}: drafter.to(...) first"

@@ -392,10 +392,6 @@ class Kept(NamedTuple):
     num_bytes: int
     last_use: float
 
-    @property
-    def is_made(self) -> bool:
-        return self.path.parent.name == "targets"
-
 
 def kept_targets() -> list[Kept]:
     """What is kept of targets on this machine, the longest unused first; files of the hub stand in the hub's cache."""
@@ -414,7 +410,9 @@ def kept_targets() -> list[Kept]:
 def clear(name: str | None) -> list[Kept]:
     """Remove a kept alias or name (None: all that the next use makes again); what went (ValueError: nothing)."""
     kept = kept_targets()
-    gone = [each for each in kept if (each.is_made if name is None else name in (each.path.name, each.origin))]
+    gone = [each for each in kept if name in (each.path.name, each.origin)]
+    if name is None:
+        gone = [each for each in kept if each.path.parent.name == "targets"]
     if name is not None and not gone:
         known = ", ".join(each.path.name for each in kept)
         raise ValueError(f"{name!r} is not in {home_folder()}, which holds {known or 'no targets'}")

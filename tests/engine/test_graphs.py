@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 
 from drafter.decoding.params import SamplingParams
 from drafter.engine.engine import Engine
-from drafter.engine.graphs import Graphs, _run_parts
+from drafter.engine.graphs import Graphs
 from drafter.engine.request import Request, RequestOptions
+from drafter.engine.runner import _run_parts
 from drafter.engine.settings import Plan
 from drafter.runtimes.torch import compiled
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
