@@ -267,7 +267,7 @@ class Runner:
         # Columns of the rows' state, which each kernel would copy.
         noise = Noise(rows.seed_B.contiguous(), rows.length_B.contiguous()) if rows.warp.has_noise else None
         candidates = self._propose(proposer, rows, noise, is_trial=is_trial)
-        max_depth = proposer.max_depth
+        max_depth = min(proposer.max_depth, candidates.token_BN.shape[1] - 1)  # a path has no more nodes than its tree
         if max_depth > 0:
             is_drafted_B1 = self._views.of(len(rows.root_B))["is_drafted_B"][:, None]
             is_node_BN = candidates.is_node_BN & (is_drafted_B1 | (candidates.depth_BN == 0))
