@@ -10,7 +10,6 @@
 
 namespace STEP {
 struct Token { long index; int row, prefix, num_path; long slot, position; const int* path; };
-
 struct Memory {  // numbers that grow; std::bad_alloc where there are none
   float* p = nullptr; size_t size = 0;
   float* need(size_t n) {

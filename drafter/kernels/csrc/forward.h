@@ -63,11 +63,13 @@ struct Work {  // of one call: activations of N tokens
   void give_back() { for (Memory& each : memory) each.give_back(); }
   void need(int n, long hidden, long widest, long qkv_width, long heads_width, long up_width) {
     N = n; stride = padded(widest, GROUP); status = IS_DONE;
-    x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width);
-    up = memory[4].need(n * up_width); rows = memory[5].need(n * stride);
-    const int R = panel_rows(n); const long all = padded(n, R) * stride;
-    input = {memory[6].need(all), (int32_t*)memory[7].need(all / 4), memory[8].need(all / GROUP), memory[9].need(all / GROUP), (int32_t*)memory[10].need(3 * all / GROUP), (int32_t*)memory[12].need(2 * all / GROUP), stride, R};
-    spare = memory[11].need(n * hidden);
+    x = memory[0].need(n * hidden); y = memory[1].need(n * hidden); spare = memory[11].need(n * hidden);
+    qkv = memory[2].need(n * qkv_width); heads = memory[3].need(n * heads_width); up = memory[4].need(n * up_width);
+    rows = memory[5].need(n * stride);
+    const int R = panel_rows(n); const long all = padded(n, R) * stride, groups = all / GROUP;
+    auto integers = [&](int i, long num) { return (int32_t*)memory[i].need(num); };
+    input = {memory[6].need(all), integers(7, all / 4), memory[8].need(groups), memory[9].need(groups),
+        integers(10, 3 * groups), integers(12, 2 * groups), stride, R};
   }
   float* row(long n) const { return rows + n * stride; }
 };
@@ -79,7 +81,8 @@ template <class W> static void share_ranges(Step& step, const Work& w, long inpu
   const int parts = lesser(groups, (pool.num_threads + panels - 1) / panels);
   step.share(panels * parts, 1, [&](int i) {
     const int first = i / parts * R, part = i % parts;
-    work(Range{first, lesser(w.N, first + R), (long)groups * part / parts * size, lesser(inputs, (long)groups * (part + 1) / parts * size)});
+    const long from = (long)groups * part / parts * size, to = (long)groups * (part + 1) / parts * size;
+    work(Range{first, lesser(w.N, first + R), from, lesser(inputs, to)});
   });
 }
 // The range of the rows was written: place it as the next products read it.
@@ -117,17 +120,18 @@ static void multiply(Step& step, const Work& w, const Product* products, int num
 }
 
 struct Call {
-  const Model& m; const Cache& cache; const Tokens& tokens; const float* embedding; float* hidden; int num_states; const int32_t* state_layers; float* states;
-  const Token* token; int N; Work& work;
+  const Model& m; const Cache& cache; const Tokens& tokens; const float* embedding; float* hidden;
+  int num_states; const int32_t* state_layers; float* states; const Token* token; int N; Work& work;
 
   void keep_state(int layer, int n, const float* x, const Range& r) const {
-    for (int i = 0; i < num_states; i++)
-      if (state_layers[i] == layer)
-        memcpy(states + ((long)i * tokens.num_rows * tokens.num_tokens + token[n].index) * m.hidden_size + r.from, x + r.from, 4 * (r.to - r.from));
+    const long all = (long)tokens.num_rows * tokens.num_tokens, bytes = 4 * (r.to - r.from);
+    for (int i = 0; i < num_states; i++) if (state_layers[i] == layer)
+      memcpy(states + (i * all + token[n].index) * m.hidden_size + r.from, x + r.from, bytes);
   }
-  // Embeddings, or x plus what a part of a layer has made; from these the rows of the next part, or the hidden states. Threads that
-  // share a row all compute what needs the whole row, so the sums go to other memory than x.
-  void settle(Step& step, float*& x, float*& spare, const Norm* after, int layer, const Norm* before, const Matrix* consumers, int num) const {
+  // Embeddings, or x plus what a part of a layer has made; from these the rows of the next part, or the hidden states.
+  // Threads that share a row all compute what needs the whole row, so the sums go to other memory than x.
+  void settle(Step& step, float*& x, float*& spare, const Norm* after, int layer, const Norm* before,
+      const Matrix* consumers, int num) const {
     const long D = m.hidden_size; float *const old = x, *const sum = spare;
     share_ranges(step, work, D, GROUP, [&](const Range& r) {
       static thread_local OwnMemory memory; float *v = memory.need(2 * D), *normed = v + D;
@@ -138,8 +142,9 @@ struct Call {
         else for (long i = 0; i < D; i++) v[i] = from[i] * m.input_scale;
         memcpy(sum + n * D + r.from, v + r.from, 4 * (r.to - r.from));
         if (before) keep_state(layer, n, v, r);
-        const Norm& next = before ? *before : m.final_norm; float* to = before ? work.row(n) : hidden + token[n].index * D;
-        if (next.kind != NO_NORM) norm(next, v, to, r.from, r.to); else memcpy(to + r.from, v + r.from, 4 * (r.to - r.from));
+        auto& next = before ? *before : m.final_norm; float* to = before ? work.row(n) : hidden + token[n].index * D;
+        if (next.kind != NO_NORM) norm(next, v, to, r.from, r.to);
+        else memcpy(to + r.from, v + r.from, 4 * (r.to - r.from));
         if (before) continue;
         keep_state(m.num_layers, n, to, r);
         if (!are_finite(to + r.from, r.to - r.from)) work.fail(NOT_FINITE);
@@ -157,7 +162,7 @@ struct Call {
     const bool is_whole = (l.query.kind && l.query.size > dim) || (l.key.kind && l.key.size > dim);
     share_ranges(step, work, H + K, is_whole ? H + K : 1, [&](const Range& r) {
       for (int n = r.first; n < r.end; n++) {
-        const Token& t = token[n]; float *q = work.qkv + (long)n * (H + 2 * K) * dim, *k = q + (long)H * dim, *v = k + (long)K * dim;
+        auto& t = token[n]; float *q = work.qkv + (long)n * (H + 2 * K) * dim, *k = q + H * dim, *v = k + K * dim;
         auto norm_heads = [&](const Norm& each, float* x, long first, long num) {
           if (each.kind == NO_NORM) return;
           for (long i = bigger(0l, r.from - first) * dim; i < lesser(num, r.to - first) * dim; i += each.size)
@@ -167,12 +172,14 @@ struct Call {
         if (l.rotary >= 0)
           for (long h = r.from; h < r.to; h++) rotate(cache.rotaries[l.rotary], t.position, q + h * dim);
         for (long h = bigger(0l, r.from - H); h < r.to - H; h++) {
-          C* key = (C*)cache.keys + key_block(layer, t.row, h) * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
-          C* value = (C*)cache.values + (key_block(layer, t.row, h) + t.slot) * wide; bool fits = true, is_finite = true;
+          const long block = key_block(layer, t.row, h); bool fits = true, is_finite = true;
+          C* key = (C*)cache.keys + block * dim + t.slot / SLOTS * SLOTS * dim + t.slot % SLOTS;
+          C* value = (C*)cache.values + (block + t.slot) * wide;
           for (int d = 0; d < dim; d++) {
             const float a = k[h * dim + d], b = v[h * dim + d];
             write(key + SLOTS * d, a); write(value + d, b);
-            fits &= fabsf(a) < too_large<C>() && fabsf(b) < too_large<C>(); is_finite &= fabsf(a) < INFINITY && fabsf(b) < INFINITY;
+            fits &= fabsf(a) < too_large<C>() && fabsf(b) < too_large<C>();
+            is_finite &= fabsf(a) < INFINITY && fabsf(b) < INFINITY;
           }
           if (!fits) work.fail(is_finite ? NOT_HALF : NOT_FINITE);
         }
@@ -202,8 +209,9 @@ struct Call {
       if (g >= 0) return;
       const int from = h * per_key + part * heads, num = lesser(heads, per_key - part * heads);
       const long block = key_block(layer, token[first].row, h);
-      attend(m, l, (const C*)cache.keys + block * dim, (const C*)cache.values + block * padded(m.head_dim, 16), token + first,
-          end - first, num, work.qkv + first * width + from * dim, width, work.heads + first * all + from * dim, all);
+      const C *keys = (const C*)cache.keys + block * dim, *values = (const C*)cache.values + block * padded(dim, 16);
+      attend(m, l, keys, values, token + first, end - first, num, work.qkv + first * width + from * dim, width,
+          work.heads + first * all + from * dim, all);
     });
   }
   template <class C> void run(Step& step) const {
@@ -213,7 +221,7 @@ struct Call {
     float *x = work.x, *spare = work.spare;
     settle(step, x, spare, nullptr, 0, &m.layers[0].before_attention, m.layers[0].qkv, 3);
     for (int i = 0; i < m.num_layers; i++) {
-      const Layer& l = m.layers[i]; const bool is_last = i + 1 == m.num_layers;
+      const Layer &l = m.layers[i], *next = i + 1 < m.num_layers ? &l + 1 : nullptr;
       const Product qkv[3] = {{&l.qkv[0], work.qkv}, {&l.qkv[1], work.qkv + H}, {&l.qkv[2], work.qkv + H + KV}};
       const Product output{&l.output, work.y}, down{&l.down, work.y};
       const Product up[2] = {{&l.up[0], work.up}, {&l.up[1], work.up + F_}};
@@ -232,17 +240,17 @@ struct Call {
         close(work, r, F_, &l.down, 1);
       });
       multiply(step, work, &down, 1, D);
-      settle(step, x, spare, &l.after_mlp, i + 1, is_last ? nullptr : &m.layers[i + 1].before_attention, is_last ? nullptr : m.layers[i + 1].qkv, 3);
+      const Norm* before = next ? &next->before_attention : nullptr;
+      settle(step, x, spare, &l.after_mlp, i + 1, before, next ? next->qkv : nullptr, 3);
     }
   }
 };
-static Work work;
-static Memory token_memory, path_memory;
+static struct Scratch { Work work, product, first, later; Memory search[9], token, path; } scratch;  // of all calls
 // The tokens that are no padding, with what each sees.
 static int list_tokens(const Cache& cache, const Tokens& t, Token*& list) {
   const long all = (long)t.num_rows * t.num_tokens;
-  list = (Token*)token_memory.need((all + 1) * sizeof(Token) / 4 + 1);
-  int* path = (int*)path_memory.need(all * (t.ancestor ? t.num_tokens : 1)); int N = 0;
+  list = (Token*)scratch.token.need((all + 1) * sizeof(Token) / 4 + 1);
+  int* path = (int*)scratch.path.need(all * (t.ancestor ? t.num_tokens : 1)); int N = 0;
   for (int b = 0; b < t.num_rows; b++) for (int i = 0; i < t.num_tokens; i++) {
     const long index = (long)b * t.num_tokens + i;
     if (t.slot[index] == cache.spare_slot) continue;
@@ -256,27 +264,27 @@ static int list_tokens(const Cache& cache, const Tokens& t, Token*& list) {
   }
   return N;
 }
-static int forward(const Model& m, const Cache& cache, const Tokens& tokens, const float* embedding, float* hidden, int num_states, const int32_t* state_layers, float* states) {
-  Token* list; const int N = list_tokens(cache, tokens, list);
+static int forward(const Model& m, const Cache& cache, const Tokens& tokens, const float* embedding, float* hidden,
+    int num_states, const int32_t* state_layers, float* states) {
+  Work& work = scratch.work; Token* list; const int N = list_tokens(cache, tokens, list);
   if (N == 0) return IS_DONE;
-  const long H = (long)m.num_heads * m.head_dim;
-  work.need(N, m.hidden_size, bigger(bigger((long)m.hidden_size, H), (long)m.mlp_size), H + 2l * m.num_key_heads * m.head_dim, H, (long)m.mlp_size * (1 + m.has_gate));
+  const long D = m.hidden_size, up = m.mlp_size, H = (long)m.num_heads * m.head_dim;
+  work.need(N, D, bigger(bigger(D, H), up), H + 2l * m.num_key_heads * m.head_dim, H, up * (1 + m.has_gate));
   Call call{m, cache, tokens, embedding, hidden, num_states, state_layers, states, list, N, work};
   pool.run([&](Step& step) { if (cache.is_half) call.run<uint16_t>(step); else call.run<float>(step); });
   return work.status;
 }
-static Work product_work;
 static int multiply(const Matrix& w, int N, const float* x, float* y) {
   if (N == 0) return IS_DONE;
-  product_work.need(N, 1, w.inputs, 1, 1, 1);
+  Work& work = scratch.product; work.need(N, 1, w.inputs, 1, 1, 1);
   const Product product{&w, y}; const long outputs = w.outputs;
   pool.run([&](Step& step) {
     Flush flush;
-    input(step, product_work, x, w.inputs, w);
-    multiply(step, product_work, &product, 1, w.outputs);
-    step.share(N, 1, [&](int n) { if (!are_finite(y + n * outputs, outputs)) product_work.fail(NOT_FINITE); });
+    input(step, work, x, w.inputs, w);
+    multiply(step, work, &product, 1, w.outputs);
+    step.share(N, 1, [&](int n) { if (!are_finite(y + n * outputs, outputs)) work.fail(NOT_FINITE); });
   });
-  return product_work.status;
+  return work.status;
 }
 static int unpack_rows(const Matrix& w, int num, const int64_t* row, float* out) {
   for (int i = 0; i < num; i++) if (row[i] < 0 || row[i] >= w.outputs) return OUTSIDE;

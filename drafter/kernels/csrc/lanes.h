@@ -47,7 +47,6 @@ template <class T> struct Own {
   friend bool operator==(Own, Own) { return true; } friend bool operator!=(Own, Own) { return false; }
 };
 template <class T> using Vector = std::vector<T, Own<T>>;
-
 template <class T> INLINE constexpr T lesser(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE constexpr T bigger(T a, T b) { return a < b ? b : a; }
 INLINE F load(const float* p) { return *(const AnyF*)p; }

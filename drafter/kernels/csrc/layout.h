@@ -13,9 +13,8 @@
 //                      output o, for j in 0 .. 7, from bit b (j / b) on.
 //
 // A weight is scale * (integer - zero) + offset, where scale and offset are float16 numbers, or those times integers,
-// of which offsets count downwards. Worked examples, weight (o = 3, k = 37) of a matrix of 64 inputs, which is group 1
-// of block 0, j = 1, i = 1. Q8_0: byte 32 + 64 + 12 + 1 of the group. Q5_0: low half of this byte, and bit 1 of byte 32
-// + 256 + 12 + 1.
+// of which offsets count downwards. Examples: weight (o = 3, k = 37) of 64 inputs is group 1 of block 0, j = 1, i = 1.
+// Q8_0: byte 32 + 64 + 12 + 1 of the group. Q5_0: low half of this byte, and bit 1 of byte 32 + 256 + 12 + 1.
 //
 // Keys [layer][row][key head][slot / 16][head_dim][slot % 16] and values [layer][row][key head][slot][head_dim] are
 // float32, or float16 that was rounded once, when a token was written. The head_dim of values is padded to a multiple
@@ -31,16 +30,13 @@ static inline float from_half(uint16_t h) {
   memcpy(&x, &word, 4);
   return size < 0x400 ? (h & 0x8000 ? -1.f : 1.f) * size * 5.9604644775390625e-8f : x;
 }
-
 static inline uint16_t to_half(float x) {  // to nearest, ties to even
   uint32_t w; memcpy(&w, &x, 4);
   const uint32_t sign = w >> 16 & 0x8000, size = w & 0x7fffffff;
   if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)nearbyintf(fabsf(x) * 16777216.f));
   return (uint16_t)(sign | (size < 0x477ff000 ? (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13 : 0x7c00));
 }
-
 enum Format { F32, BF16, F16, Q4_0, Q4_1, Q4_K, Q8_0, Q5_K, Q6_K, Q5_0, Q5_1, Q2_K, Q3_K, IQ4_NL, IQ4_XS, NUM_FORMATS };
-
 // How a format of integers lies in blocks.
 struct Type {
   int low, high;    // bits of an integer in the first section, and in the second
@@ -80,28 +76,23 @@ constexpr int64_t block_bytes(int format, int inputs) {  // of 16 outputs
 }
 // What IQ4_NL and IQ4_XS store, plus 128.
 constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-
 enum NormKind { NO_NORM, RMS_NORM, LAYER_NORM };
 enum Activation { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
-
 struct Matrix {        // format -1: there is no such matrix
   int32_t format, outputs, inputs;  // outputs and inputs as the model has them, without padding
   int32_t is_rounded;  // integer weights: activations are rounded to 8 bits in groups of 32; 0: they stay float32
   const void* blocks;
   const float* bias;  // [outputs], or null
 };
-
 struct Norm {
   int32_t kind, size;  // size: numbers that are normed together (hidden size; head_dim for norms of each head)
   float epsilon;
   const float *weight, *bias;  // [size]; null: ones, zeros. Norms that multiply by 1 + weight have 1 added at loading.
 };
-
 struct Rotary {
   int32_t dim, num_positions;  // dim: leading numbers of a head that rotate, half with half
   const float *cosine, *sine;  // [num_positions, dim / 2]
 };
-
 struct Layer {
   Matrix qkv[3];                     // query, key, value; or the first has the rows of all three
   Matrix up[2];                      // gate, up; or the first has the rows of both, or of up alone
@@ -110,7 +101,6 @@ struct Layer {
   int32_t rotary;                    // index into the rotations of the cache; -1: the layer rotates nothing
   int32_t window;                    // a token sees itself and the window - 1 positions before; 0: all
 };
-
 struct Model {
   int32_t num_layers, hidden_size, num_heads, num_key_heads, head_dim, mlp_size, vocab_size;
   int32_t activation, has_gate;
@@ -121,7 +111,6 @@ struct Model {
   Norm final_norm;
   Matrix head;             // output matrix
 };
-
 // What a forward returns.
 enum Status { IS_DONE, OUTSIDE, NO_MEMORY, NOT_HALF, NOT_FINITE };  // OUTSIDE: a row or a slot is none of the cache
 
@@ -132,13 +121,11 @@ struct Cache {
   const Rotary* rotaries;       // that reach all positions of the cache
   int32_t is_half;
 };
-
 struct Tokens {
   int32_t num_rows, num_tokens, first_row;
   const int64_t *slot, *position;  // [B, T]
   const uint8_t* ancestor;                 // [B, T, T]: [i, j] is 1 where j is i or an ancestor of i; null: causal
 };
-
 struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
   int32_t hidden_size, num_blocks, num_tokens;  // num_tokens: of the draft vocabulary
   float embedding_scale, hidden_scale;
@@ -153,12 +140,10 @@ struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
   float embedding_matrix_scale;
 };
 constexpr int MOST_MATCH = 8, MOST_BEAMS = 64;
-
 struct Sampling {      // of rows [B]; a row with temperature 0 samples nothing
   const float* temperature; const int64_t* top_k; const float *top_p, *min_p;  // off: 0, 1, 0
   const int64_t* seed;
 };
-
 struct Search {        // for rows 0 .. num_rows - 1: W beams for L steps, then one beam of copies down to the depth
   int32_t num_rows, width, length, depth;
   const int64_t *root, *position;               // [B]; position: of the root in the text

@@ -61,7 +61,6 @@ static uint16_t half_at(const uint8_t* p) { uint16_t h; memcpy(&h, p, 2); return
 
 // 32 inputs of an output, as a block stores them: float16 numbers, integer scales and then offsets, integers.
 struct Group { uint16_t scale, offset; int small[4]; uint8_t q[32]; };
-
 // Bits `from` .. from + width - 1 of 32 bytes, as the bits from `to` on of the integers.
 static void add_bits(Group& r, const uint8_t* bytes, int from, int width, int to) {
   const uint64_t mask = ((1u << width) - 1) * 0x0101010101010101ull;
@@ -160,7 +159,7 @@ template <int format> static void write_group(const Group& r, long g, int o, uin
     const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
     for (int n = 0; n < width; n++) {
       uint32_t all = 0;
-      for (int j = n, to = 0; j < 8; j += width, to += width) all |= (words[j] >> from & mask) << to;  // no division: slow
+      for (int j = n, to = 0; j < 8; j += width, to += width) all |= (words[j] >> from & mask) << to;  // no division
       memcpy(section + 64 * n, &all, 4);
     }
   };
@@ -192,7 +191,6 @@ static Group round_group(int source, const uint8_t* row, long g, long inputs) { 
   }
   return r;
 }
-
 template <int F> void groups(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
   if constexpr (F + 1 < NUM_FORMATS) { if (format > F) return groups<F + 1>(format, source, num, inputs, row, to); }
   for (long g = 0; g < (inputs + 31) / 32; g++)
@@ -210,7 +208,6 @@ static void pack_block(int format, int source, int num, int inputs, const uint8_
     }
   if (format > F16) groups<F16 + 1>(format, source, num, inputs, row, to);
 }
-
 // Memory that nobody has written yet comes in pages of 2 MiB where it can: small pages cost a look-up for every 4 KiB.
 static void ask_for_huge_pages(void* start, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
@@ -225,7 +222,6 @@ static bool are_slots(const Cache& c, int64_t first_row, int num_rows, const int
   for (long i = 0; i < num; i++) are = are && slot[i] >= 0 && slot[i] <= c.spare_slot;
   return are;
 }
-
 template <class T>
 static int move(const Model& m, const Cache& c, int num_rows, int num, const int64_t* from, const int64_t* to) {
   const long dim = m.head_dim, wide = (dim + 15) / 16 * 16, layer = (long)m.num_key_heads * c.num_rows;
@@ -287,24 +283,31 @@ int forward(const Model* m, const Cache* c, const Tokens* t, const float* embedd
     if ((t->position[i] < 0 || t->position[i] > t->slot[i]) && t->slot[i] != c->spare_slot) return OUTSIDE;
   return alone([&] { return chosen->kernels->forward(*m, *c, *t, embedding, hidden, num_states, layers, states); });
 }
-int search(const Drafter* d, const Search* s) { return alone([&] { return chosen->kernels->search(*d, *s), IS_DONE; }); }
-int noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position, const int64_t* token, int64_t stride, float* out) {
+int search(const Drafter* d, const Search* s) {
+  return alone([&] { chosen->kernels->search(*d, *s); return IS_DONE; });
+}
+int noise(int B, int T, int64_t M, uint64_t stream, const int64_t* seed, const int64_t* position,
+    const int64_t* token, int64_t stride, float* out) {
   return alone([&] { chosen->kernels->noise(B, T, M, stream, seed, position, token, stride, out); return IS_DONE; });
 }
 int pick(int B, int N, int64_t V, const float* logits, const Sampling* s, const int64_t* position, int64_t* out) {
   return alone([&] { chosen->kernels->pick(B, N, V, logits, s, position, out); return IS_DONE; });
 }
-int pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent, const int64_t* depth, const float* score,
-                int64_t* to_token, int64_t* to_parent, int64_t* to_depth, uint8_t* to_is_node) {
+int pack_nodes(int B, int M, int N, const int64_t* root, const int64_t* token, const int64_t* parent,
+    const int64_t* depth, const float* score, int64_t* to_token, int64_t* to_parent, int64_t* to_depth,
+    uint8_t* to_is_node) {
   return alone([&] {
     for (long b = 0; b < B; b++)
-      pack_row(M, N, root[b], token + b * M, parent + b * M, depth + b * M, score + b * M, {to_token + b * N, to_parent + b * N, to_depth + b * N, to_is_node + b * N});
+      pack_row(M, N, root[b], token + b * M, parent + b * M, depth + b * M, score + b * M,
+          {to_token + b * N, to_parent + b * N, to_depth + b * N, to_is_node + b * N});
     return IS_DONE;
   });
 }
-void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t* is_node, const int64_t* pick, int64_t* path, int64_t* num_accepted, int64_t* bonus) {
+void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t* is_node, const int64_t* pick,
+    int64_t* path, int64_t* num_accepted, int64_t* bonus) {
   for (long b = 0; b < B; b++)
-    accept_row(N, L, {token + b * N, parent + b * N, nullptr, is_node + b * N}, pick + b * N, path + b * (L + 1), num_accepted + b, bonus + b);
+    accept_row(N, L, {token + b * N, parent + b * N, nullptr, is_node + b * N}, pick + b * N, path + b * (L + 1),
+        num_accepted + b, bonus + b);
 }
 int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* from, const int64_t* to) {
   const long all = (long)num_rows * num;

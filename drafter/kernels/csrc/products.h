@@ -76,10 +76,8 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
     p.minus[(3 * g + 2) * R + r] = (int32_t)-(total[0] + total[1]);
   }
 }
-
 // Computes S vectors of 16 / LANES a block, from vector `first` of all blocks on, for M rows: out [M, S, LANES].
 typedef void (*Kernel)(const char* blocks, long block_bytes, int first, long inputs, Rows x, float* out);
-
 // Weights of one vector of outputs as numbers, one vector for each of 32 inputs.
 typedef void (*Dense)(const char* groups, int group, int strip, F* out);
 
@@ -107,7 +105,6 @@ template <class T> static void dense_floats(const char* group, int, int strip, F
     out[i + 1] = T::template input<1>(w, i);
   }
 }
-
 // M S sums at once hide the time of an addition, and leave registers for the weights.
 template <class T, int M, int S>
 APART void float_strips(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
@@ -247,7 +244,6 @@ template <Format FORMAT> struct In {
     }
   }
 };
-
 template <class T, int M>
 APART void rounded_strip(const char* w, long block_bytes, int first, long inputs, Rows x, float* out) {
   constexpr int EACH = T::BYTES / T::GROUPS, SHARE = EACH / STRIPS;  // bytes of a group

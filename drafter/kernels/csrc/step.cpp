@@ -63,14 +63,16 @@ struct Beam { int64_t token, named; float total, named_value; Best best; };
 // Live beams before and after a step: beam w of row b is number b * each + w, one of each row before the first step.
 struct Side { Beam* beams; float* states; uint8_t* lengths; };
 struct SearchCall {
-  const Drafter& d; const Search& s; Side sides[2]; float *streams, *logits, *noise; long most_text; const Work *first, *later;
+  const Drafter& d; const Search& s; Side sides[2];
+  float *streams, *logits, *noise; long most_text; const Work *first, *later;
   int num_nodes() const { return s.width * s.length + s.depth - s.length; }
   const int64_t* text(int row) const { return s.text + row * s.text_stride; }
 
   void embed(const Work& w, const Side& side, const Range& r) const {  // [embedding; state] for the cell
     static thread_local OwnMemory memory; const long D = d.hidden_size, behind = bigger(D, r.from);
     for (int n = r.first; n < r.end; n++) {
-      float *row = w.row(n), *unpacked = memory.need(D), scale = d.embedding_scale; const int64_t token = side.beams[n].token; const float* e = unpacked;
+      const int64_t token = side.beams[n].token; float *row = w.row(n), *unpacked = memory.need(D);
+      const float* e = unpacked; float scale = d.embedding_scale;
       if (d.embedding) e = d.embedding + token * D;
       else if (r.from < D) { unpack_row(*d.embedding_matrix, token, unpacked); scale *= d.embedding_matrix_scale; }
       for (long i = r.from; i < lesser(D, r.to); i++) row[i] = e[i] * scale;
@@ -103,9 +105,10 @@ struct SearchCall {
     share_ranges(step, w, E, GROUP, [&](const Range& r) {
       const long behind = bigger<long>(D, r.from), num = r.to - behind;
       for (int n = r.first; n < r.end; n++) {
-        float *x = streams + (long)n * E, *state = side.states + (long)n * D + behind - D; const float* h = s.hidden + (long)(n / each) * D;
+        const long own = (long)n * D + behind - D; float *x = streams + (long)n * E, *state = side.states + own;
+        const float* h = s.hidden + (long)(n / each) * D;
         for (long i = r.from; i < lesser<long>(D, r.to); i++) x[i] = h[i];
-        if (num > 0) { activate(SILU, w.y + (long)n * D + behind - D, nullptr, num, state); memcpy(x + behind, state, 4 * num); }
+        if (num > 0) { activate(SILU, w.y + own, nullptr, num, state); memcpy(x + behind, state, 4 * num); }
       }
       close_stream(w, r, reader(0));
     });
@@ -140,7 +143,7 @@ struct SearchCall {
     }
   }
   void rank(const Side& side, int n, int row, int step) const {  // the W likeliest children, and the copied one
-    Beam& b = side.beams[n]; float* v = logits + (long)n * d.num_tokens; float odds = -INFINITY; const int R = d.num_tokens;
+    const int R = d.num_tokens; Beam& b = side.beams[n]; float *v = logits + (long)n * R, odds = -INFINITY;
     if (is_sampled(s.sampling, row)) {
       const float least = warp(*s.sampling, row, v, R);
       if (is_filtered(s.sampling, row)) for (int i = 0; i < R; i++) v[i] = v[i] >= least ? v[i] : -INFINITY;
@@ -162,9 +165,12 @@ struct SearchCall {
     find_best(v, R, s.width, b.best);
     for (int w = 0; w < s.width; w++) b.best.value[w] -= total;
   }
+  void put(long node, int64_t token, float score, int64_t parent) const {
+    s.token[node] = token; s.score[node] = score; s.parent[node] = parent;
+  }
   void choose(int step, int row, int each, const Side& from, const Side& to) const {  // the W best children of a row
     const int W = s.width, out = step * W; int next[MOST_BEAMS] = {0}; bool has_copied[MOST_BEAMS] = {false};
-    const long D = d.hidden_size, nodes = (long)row * num_nodes();
+    const long D = d.hidden_size, nodes = (long)row * num_nodes(), root = s.position[row];
     for (int w = 0; w < W; w++) {
       int parent = 0; float most = -INFINITY; bool is_copy = false;
       for (int k = 0; k < each; k++) {
@@ -181,20 +187,21 @@ struct SearchCall {
       if (is_copy) { b.token = from.beams[p].named; has_copied[parent] = true; }
       else if (most > -INFINITY) b.token = d.token[from.beams[p].best.index[next[parent]++]];
       memcpy(to.states + n * D, from.states + p * D, 4 * D);
-      if (d.copies) Matches::follow(text(row), s.position[row], from.lengths + p * most_text, b.token, to.lengths + n * most_text);
-      s.token[nodes + out + w] = b.token; s.score[nodes + out + w] = most; s.parent[nodes + out + w] = step ? out - W + parent : -1;
+      const uint8_t* before = from.lengths + p * most_text;
+      if (d.copies) Matches::follow(text(row), root, before, b.token, to.lengths + n * most_text);
+      put(nodes + out + w, b.token, most, step ? out - W + parent : -1);
     }
   }
   void copy_on(int row, const Side& side, uint8_t* spare) const {  // named tokens alone lengthen the best beam
-    const long nodes = (long)row * num_nodes(); uint8_t *now = side.lengths + (long)row * s.width * most_text, *next = spare;
-    float total = side.beams[row * s.width].total;
+    const long nodes = (long)row * num_nodes(), best = (long)row * s.width;
+    uint8_t *now = side.lengths + best * most_text, *next = spare; float total = side.beams[best].total;
     for (int step = s.length, at = s.width * s.length; step < s.depth; step++, at++) {
       float odds = -INFINITY; int64_t token = 0;
       if (d.copies && total > -INFINITY) token = Matches::named(text(row), s.position[row], now, d.log_odds, odds);
       // With noise g, the chance that log(share) + g exceeds the largest of many others: _rank_copies of beam.py.
       const float value = has_noise(row) ? -expf(-odds - noise_of(row, step, token)) : -softplus(-odds);
       total = odds > -INFINITY ? total + value : -INFINITY;
-      s.token[nodes + at] = token; s.score[nodes + at] = total; s.parent[nodes + at] = step == s.length ? at - s.width : at - 1;
+      put(nodes + at, token, total, step == s.length ? at - s.width : at - 1);
       if (total > -INFINITY) {
         Matches::follow(text(row), s.position[row], now, token, next);
         uint8_t* old = now; now = next; next = old;
@@ -209,7 +216,8 @@ struct SearchCall {
       if (d.copies) Matches::begin(text(b), s.position[b], sides[0].lengths + b * most_text);
     });
     for (int i = 0; i < s.length; i++) {
-      const int each = i ? s.width : 1; const Work& w = i ? *later : *first; const Side &from = sides[i % 2], &to = sides[1 - i % 2];
+      const int each = i ? s.width : 1; const Side &from = sides[i % 2], &to = sides[1 - i % 2];
+      const Work& w = i ? *later : *first;
       network(step, w, from, each);
       if (s.sampling) {
         const long pieces = (d.num_tokens + PIECE - 1) / PIECE;
@@ -224,24 +232,27 @@ struct SearchCall {
     step.share(s.num_rows, 1, [&](int b) { copy_on(b, last, other.lengths + (long)b * s.width * most_text); });
   }
 };
-static Work first, later;
-static Memory search_memory[9];
 static void search(const Drafter& d, const Search& s) {
-  Memory* memory = search_memory;
+  Work &first = scratch.first, &later = scratch.later; Memory* memory = scratch.search;
   const long D = d.hidden_size, N = (long)s.num_rows * s.width; long widest = 2 * D, most_text = 1;
   for (int b = 0; b < s.num_rows; b++) most_text = bigger(most_text, (long)s.position[b]);
   for (int b = 0; d.down && b < d.num_blocks; b++) widest = bigger(widest, (long)d.down[b].outputs);
   first.need(s.num_rows, 2 * D, widest, 1, 1, 1); later.need(N, 2 * D, widest, 1, 1, 1);
-  SearchCall call{d, s, {}, memory[0].need(N * 2 * D), memory[1].need(N * d.num_tokens), s.sampling ? memory[8].need((long)s.num_rows * d.num_tokens) : nullptr, most_text, &first, &later};
-  for (int i = 0; i < 2; i++)
-    call.sides[i] = {(Beam*)memory[2 + 3 * i].need(N * sizeof(Beam) / 4), memory[3 + 3 * i].need(N * D), (uint8_t*)memory[4 + 3 * i].need(N * most_text / 4 + 1)};
+  float* noise = s.sampling ? memory[8].need((long)s.num_rows * d.num_tokens) : nullptr;
+  float *streams = memory[0].need(N * 2 * D), *logits = memory[1].need(N * d.num_tokens);
+  SearchCall call{d, s, {}, streams, logits, noise, most_text, &first, &later};
+  for (int i = 0; i < 2; i++) {
+    Memory* own = memory + 2 + 3 * i; float* beams = own[0].need(N * sizeof(Beam) / 4);
+    call.sides[i] = {(Beam*)beams, own[1].need(N * D), (uint8_t*)own[2].need(N * most_text / 4 + 1)};
+  }
   pool.run([&](Step& step) { call.run(step); });
 }
 static void give_back(bool is_lost) {  // the memory of all calls, which a forked child cannot trust
-  if (is_lost) return (void)(new (&work) Work, new (&product_work) Work, new (&first) Work, new (&later) Work, new (search_memory) Memory[9], new (&token_memory) Memory, new (&path_memory) Memory);
-  for (Work* each : {&work, &product_work, &first, &later}) each->give_back();
-  for (Memory& each : search_memory) each.give_back();
-  token_memory.give_back(); path_memory.give_back();
+  Scratch& s = scratch;
+  if (is_lost) return (void)new (&s) Scratch;
+  for (Work* each : {&s.work, &s.product, &s.first, &s.later}) each->give_back();
+  for (Memory& each : s.search) each.give_back();
+  s.token.give_back(); s.path.give_back();
 }
 extern const Kernels kernels;
 const Kernels kernels{forward, multiply, search, unpack_rows, noise, pick, give_back};
