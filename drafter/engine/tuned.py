@@ -369,7 +369,7 @@ class Sizer:
             times.node_cost = None
         else:
             if not durations or (tree.is_copies and times.paces and len(durations) < _TIMES):
-                durations.append(seconds / median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else 1.0)
+                durations.append(seconds / median(list(times.paces)[-_TRIAL_STEPS:] or [times.pace or seconds]))
                 times.node_cost = None
             times.paces.append(seconds / median(durations))
         cost, before = median(durations), choices.get(tree)

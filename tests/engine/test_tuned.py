@@ -237,6 +237,17 @@ def test_many_rows_begin_with_plain_decoding_and_a_trial_that_loses_by_far_ends_
     assert Counter(seen)[FOUR] == 1 and Counter(seen)[PLAIN] > 70
 
 
+def test_a_first_copy_that_costs_much_makes_no_drafts_look_cheap() -> None:
+    """Steps behind a trial that ended at once are measured in the pace of before the trial."""
+    sizer, seen = Sizer(tries=tuned.LIVE_TREES), []
+    for step in range(400):
+        tree = sizer.choose(1)
+        num_nodes = 1 if tree.is_copies and COPIES in seen else tree.tree_size  # the first tree of copies is full
+        sizer.observe([(step % 10 < 8) * (num_nodes == 4)], 0.6 + 0.4 * num_nodes, num_nodes)
+        seen.append(tree)
+    assert Counter(seen[12:])[FOUR] < 40
+
+
 def test_copies_wait_for_something_to_copy_at_the_cost_of_plain_decoding() -> None:
     """A tree without copies is a plain step, so that vain steps are no reason to stop looking; vain copies are."""
     sizer, seen = Sizer(tries=tuned.LIVE_COPIES), []
