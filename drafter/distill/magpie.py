@@ -45,7 +45,8 @@ def user_opening(tokenizer: Any, name: str) -> tuple[list[int], SamplingParams]:
     opening_ids, end_ids = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before.rstrip(" "), after)
     )
-    stop_ids = tuple(token for token in end_ids if token in stop_token_ids(tokenizer))[:1]
+    special = stop_token_ids(tokenizer)
+    stop_ids = tuple(token for token in end_ids if token in special)[:1]
     stop = () if stop_ids or not after.strip() else (after.strip(),)
     if text.count(_SENTINEL) != 1 or not opening_ids or not (stop_ids or stop):
         raise ValueError(

@@ -28,14 +28,14 @@ class Graphs:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def find(self, owner: object, key: Hashable) -> Callable[[], Any] | None:
-        """Replays what was recorded, and returns its result; None where nothing is."""
+        """A function that replays what was recorded, and returns its result; None: nothing is recorded."""
         graphs = self._by_owner.get(owner, {})
         if graphs.get(key) is not None:
             graphs[key] = graphs.pop(key)  # the latest used stands last
         return graphs.get(key)
 
     def record(self, owner: object, key: Hashable, function: Callable[[], Parts[Any]]) -> None:
-        """Record a generator without arguments that launches kernels, and waits for nothing. Call the function before:
+        """Record a generator without arguments that launches kernels, and waits for nothing. Call the function first:
         the call sets up what a recording may not (handles of libraries, kernels).
 
         The generator yields functions for the host to call, which use tensors of fixed addresses: such a step is a

@@ -248,7 +248,7 @@ class Sizer:
             self._start(rows, num_rows)
         if self._num_left <= 0 and (due := self._next_trial()) is not None:
             times = self._times[rows]
-            times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else None
+            times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else times.pace
             times.paces.clear()
             self._present, self._num_left = self._table[rows].get(due) or self._tries[due], _TRIAL_STEPS
         elif self._num_left <= 0:

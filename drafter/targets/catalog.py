@@ -410,9 +410,8 @@ def kept_targets() -> list[Kept]:
 def clear(name: str | None) -> list[Kept]:
     """Remove a kept alias or name (None: all that the next use makes again); what went (ValueError: nothing)."""
     kept = kept_targets()
-    gone = [each for each in kept if name in (each.path.name, each.origin)]
-    if name is None:
-        gone = [each for each in kept if each.path.parent.name == "targets"]
+    made = [each for each in kept if each.path.parent.name == "targets"]
+    gone = made if name is None else [each for each in kept if name in (each.path.name, each.origin)]
     if name is not None and not gone:
         known = ", ".join(each.path.name for each in kept)
         raise ValueError(f"{name!r} is not in {home_folder()}, which holds {known or 'no targets'}")
