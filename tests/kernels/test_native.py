@@ -103,7 +103,7 @@ def test_products_are_the_dense_products_and_have_the_same_bits_for_any_rows_and
 @pytest.mark.parametrize("name", [name for name in native.FORMATS if name not in FLOATS])
 def test_rounded_activations_give_the_product_of_the_integers(name: str, instructions: str) -> None:
     rows, weight_OI = stored_rows(name, 48, 256)
-    x_NI = torch.randn(5, 256)
+    x_NI = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))  # no number stands a rounding from a half
     x_NGI = x_NI.view(5, 8, 32)
     most_NG1 = x_NGI.abs().amax(2, keepdim=True)
     # The step's own operations: another order of them rounds a number near a half to the other integer.
