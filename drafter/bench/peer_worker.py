@@ -102,8 +102,7 @@ class LlamaCpp:
             first, num_forwards = time.perf_counter() - start, 1
             while token_ids[-1] not in self._eos and len(token_ids) < params["max_new_tokens"]:
                 draft = self._draft([*prompt, *token_ids])[: params["max_new_tokens"] - len(token_ids) - 1]
-                place = len(prompt) + len(token_ids) - 1
-                self._decode([token_ids[-1], *draft], place, all_logits=True)
+                self._decode([token_ids[-1], *draft], len(prompt) + len(token_ids) - 1, all_logits=True)
                 num_forwards += 1
                 for number, drafted in enumerate([*draft, None]):
                     token_ids.append(lib.llama_sampler_sample(sampler, self._context, number))

@@ -81,8 +81,7 @@ def parse_method(text: str) -> MethodSpec:
     given: dict[str, Any] = {}
     option_of: dict[str, str] = {}
     for option in options:
-        is_word = option in _OPTIONS[name]
-        number = None if is_word else re.fullmatch(r"([A-Za-z]+)(\d{1,4}|\d{0,3}\.\d{1,3})", option)
+        number = None if option in _OPTIONS[name] else re.fullmatch(r"([A-Za-z]+)(\d{1,4}|\d{0,3}\.\d{1,3})", option)
         meaning = _OPTIONS[name].get(number[1] if number else option)
         if meaning is None or isinstance(meaning, str) != bool(number):
             takes = [f"{key}<{each}>" if isinstance(each, str) else key for key, each in _OPTIONS[name].items()]

@@ -58,15 +58,17 @@ class Proposer:
         most = 1 + sum(self.level_sizes)
         self.num_nodes = most if num_nodes is None else min(num_nodes, most)
 
-    def draft(self, rows: RowState, noise: Noise | None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None) -> NodeList | None:
         """Draft nodes for every running row; no two nodes of a row may have the same path. ``noise`` is the keyed
-        Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy.
+        Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy. None: no node is worth it.
         """
         raise NotImplementedError
 
     def propose(self, rows: RowState, noise: Noise | None) -> Candidates:
         """Draft, and pack the N - 1 best nodes behind every root; a row with a score that is no number is marked."""
-        token_BM, parent_BM, score_BM = self.draft(rows, noise)
+        if (drafted := self.draft(rows, noise)) is None:
+            return RootOnly().propose(rows, noise)
+        token_BM, parent_BM, score_BM = drafted
         has_failed_B = score_BM.isnan().any(dim=1)
         score_BM = score_BM.masked_fill(has_failed_B[:, None], -torch.inf)
         depth_BM = depths_of(self.level_sizes, token_BM.device).expand_as(token_BM)
@@ -74,10 +76,13 @@ class Proposer:
         if score_BM.device.type == "cpu":
             is_worth_BM = (score_BM > self.least_score) & rows.is_active_B[:, None]
             most_B = is_worth_BM.sum(dim=1).sort(descending=True).values
-            num_sharing = math.ceil(self.node_cost * int(rows.is_active_B.sum()))
-            num_nodes = min(num_nodes, 1 + int(most_B[max(num_sharing, 1) - 1]))
+            num_nodes = min(num_nodes, 1 + int(most_B[self.num_sharing(rows) - 1]))
         found = pack_nodes(rows.root_B, token_BM, parent_BM, depth_BM, score_BM, num_nodes)
         return found._replace(has_failed_B=has_failed_B)
+
+    def num_sharing(self, rows: RowState) -> int:
+        """How many rows must have use for one more node, on a CPU."""
+        return max(math.ceil(self.node_cost * int(rows.is_active_B.sum())), 1)
 
     def expect_cost(self, plain_steps: float) -> None:
         """One more node costs so much. A proposer of copies leaves out nodes that are accepted less often."""

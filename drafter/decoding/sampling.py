@@ -194,8 +194,7 @@ def _below_top_p(warped_BNV: Tensor, warp: Warp) -> Tensor:
     weight_XV = (sorted_XV - largest_X1).exp_().double()
     above_XV = weight_XV.cumsum(-1) - weight_XV
     rank_X1 = (above_XV < mass_X1).sum(-1, keepdim=True).clamp_(min=1)
-    threshold_X1 = sorted_XV.gather(-1, rank_X1 - 1)
-    return warped_BNV < threshold_X1.where(top_p_X1 < 1, -torch.inf).view(B, N, 1)
+    return warped_BNV < sorted_XV.gather(-1, rank_X1 - 1).where(top_p_X1 < 1, -torch.inf).view(B, N, 1)
 
 
 def _below_min_p(warped_BNV: Tensor, warp: Warp) -> Tensor:

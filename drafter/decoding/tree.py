@@ -107,8 +107,7 @@ class AcceptedPath(NamedTuple):
     def emitted(self, candidates: Candidates) -> Tensor:
         """Tokens of the step, int64 [B, Z]: the path without its root, then the bonus token, which is repeated."""
         depth_Z = torch.arange(self.path_BZ.shape[1], device=self.path_BZ.device)
-        token_BZ = candidates.token_BN.gather(1, self.path_BZ)
-        shifted_BZ = torch.cat([token_BZ[:, 1:], self.bonus_B[:, None]], dim=1)
+        shifted_BZ = torch.cat([candidates.token_BN.gather(1, self.path_BZ)[:, 1:], self.bonus_B[:, None]], dim=1)
         return torch.where(depth_Z < self.num_accepted_B[:, None], shifted_BZ, self.bonus_B[:, None])
 
 

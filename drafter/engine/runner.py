@@ -490,8 +490,7 @@ class Runner:
             # overwrites these slots. Inactive rows move nothing.
             from_BL = torch.where(active_B1, length_B1 + path_BZ[:, 1:], 0)
             self.cache.move_slots(from_BL, torch.where(active_B1, length_B1 + depth_L, 0))
-        last_B11 = path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2])
-        context_BC = context_BNC.gather(1, last_B11)[:, 0]
+        context_BC = context_BNC.gather(1, path_BZ[:, -1:, None].expand(-1, -1, context_BNC.shape[2]))[:, 0]
         # Tokens past the committed length have no meaning, so the scatter may write inactive rows there as well.
         place_BZ = length_B1 + torch.arange(1, num_emitted + 1, device=emitted_BZ.device)
         kept_BZ = torch.where(active_B1, emitted_BZ, self._history_BS[:num_rows].gather(1, place_BZ))

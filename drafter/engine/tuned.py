@@ -250,6 +250,9 @@ class Sizer:
             times = self._times[rows]
             times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else times.pace
             times.paces.clear()
+            if self.loss(due) >= _MOST_LOSS:  # the one step of its trial is measured alone
+                for each in (own for (tree, _), own in times.durations.items() if tree == due):
+                    each.clear()
             self._present, self._num_left = self._table[rows].get(due) or self._tries[due], _TRIAL_STEPS
         elif self._num_left <= 0:
             self._present = self._fastest()
@@ -341,9 +344,11 @@ class Sizer:
         is_sign = self._num_full >= _COPY_SIGN and self._num_steps - times.used.get(COPIES, -_AVERAGED) > _AVERAGED
         if COPIES in self._tries and (is_sign or (self._plans and not choices)):
             return COPIES
-        if choices and len(times.paces) < _PAUSE:
-            return None
         kinds = {tree.kind for tree in choices}
+        # Behind a first trial of drafts comes plain decoding at once, the measure of all.
+        is_measured = any(tree.is_plain or tree.is_copies for tree in choices)
+        if choices and len(times.paces) < (_PAUSE if is_measured else _TRIAL_STEPS):
+            return None
         if len(choices) < len({tree.kind for tree in self._tries}):
             first = [PLAIN] if self._rows > 2 else []  # drafts of many rows may take several times as long
             return next(tree for tree in (*first, *self._tries) if tree.kind not in kinds)

@@ -53,8 +53,7 @@ class Copies(NamedTuple):
     def best(self) -> tuple[Tensor, Tensor]:
         """The token after each beam's longest, then latest match, int64 [B, W], and its log odds, -inf without one."""
         num_slots = self.token_BS.shape[1]
-        slot_S = torch.arange(num_slots, device=self.token_BS.device)
-        key_BW = (self.length_BWS * num_slots + slot_S).amax(dim=2)
+        key_BW = (self.length_BWS * num_slots + torch.arange(num_slots, device=self.token_BS.device)).amax(dim=2)
         token_BW = self.next_BS.gather(1, key_BW % num_slots).clamp_min(0)
         is_match_BWS = self.length_BWS > 0
         num_agreeing_BW = (is_match_BWS & (self.next_BS[:, None] == token_BW[:, :, None])).sum(dim=2)

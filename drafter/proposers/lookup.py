@@ -39,8 +39,7 @@ def match_lengths(history_BS: Tensor, position_B: Tensor, max_ngram: int) -> Ten
     suffix_BG = history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))
     # The tokens that end at each slot, padded with -1, which equals no token, before the start of the text.
     ending_BSG = F.pad(history_BS, (max_ngram - 1, 0), value=-1).unfold(1, max_ngram, 1)
-    is_same_BSG = (ending_BSG == suffix_BG[:, None]).flip(2)  # the last token first
-    return is_same_BSG.cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
+    return (ending_BSG == suffix_BG[:, None]).flip(2).cumprod(dim=2).sum(dim=2) * (slot_S < position_B[:, None])
 
 
 def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_matches: int) -> tuple[Tensor, Tensor]:
@@ -64,10 +63,9 @@ def find_matches(history_BS: Tensor, position_B: Tensor, max_ngram: int, num_mat
 def lengthen(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, size_BW: Tensor, most: int) -> Tensor:
     """The sizes of matches, up to ``most`` tokens where the search stopped at fewer: int64 [B, W]."""
     back_G = torch.arange(most, device=history_BS.device)
-    own_BG = (position_B[:, None] - back_G).clamp_min(0)
     place_BWG = match_BW[:, :, None] - back_G
     token_BWG = history_BS.gather(1, place_BWG.clamp_min(0).flatten(1)).view(place_BWG.shape)
-    is_same_BWG = token_BWG == history_BS.gather(1, own_BG)[:, None]
+    is_same_BWG = token_BWG == history_BS.gather(1, (position_B[:, None] - back_G).clamp_min(0))[:, None]
     return (is_same_BWG & (place_BWG >= 0)).cumprod(dim=2).sum(dim=2).maximum(size_BW) * (size_BW > 0)
 
 
@@ -75,10 +73,17 @@ def follow_matches(history_BS: Tensor, position_B: Tensor, match_BW: Tensor, num
     """The L tokens after each match, int64 [B, W, L]. Beyond its end, the text continues periodically: after "1 2 3 1 2
     3" the match that ends at position 2 proposes 1 2 3, and then 1 2 3 again.
     """
-    place_L = torch.arange(num_tokens, device=history_BS.device)
     period_BW1 = (position_B[:, None] - match_BW).clamp_min(1)[:, :, None]
-    source_BWL = match_BW[:, :, None] + 1 + place_L % period_BW1
+    source_BWL = match_BW[:, :, None] + 1 + torch.arange(num_tokens, device=history_BS.device) % period_BW1
     return history_BS.gather(1, source_BWL.flatten(1)).view(source_BWL.shape)
+
+
+def _most(sizes: list[int]) -> float:
+    """The log-probability of the next token where all matches, of these sizes, agree; 0 for matches of unknown size."""
+    if not 0 < (best := sizes[0]) < _MAX_NGRAM:
+        return 0.0 if best else -math.inf
+    votes = sum(_WEIGHT_PER_TOKEN ** (size - best) for size in sizes if size)
+    return math.log(votes / (votes + 1 / _ODDS[best - 1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +129,14 @@ class LookupProposer(Proposer):
         least = max(self._least_probability, self.node_cost)
         self.least_score = math.log(least) if least else -math.inf
 
-    def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList:
+    def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList | None:
         """Place l * W + w holds token l of match w, and no node where an earlier match proposes the same tokens."""
         history_BS, position_B = rows.text()
         match_BW, size_BW = find_matches(history_BS, position_B, _MAX_NGRAM, self.num_matches)
+        if size_BW.device.type == "cpu":  # most steps have nothing to copy
+            is_worth = [_most(sizes) > self.least_score for sizes in size_BW[rows.is_active_B].tolist()]
+            if sum(is_worth) < self.num_sharing(rows):
+                return None
         size_BW = lengthen(history_BS, position_B, match_BW, size_BW, len(_ODDS))
         token_BLW = follow_matches(history_BS, position_B, match_BW, self.length).transpose(1, 2)
         # same[b, l, i, j]: match j, if there is one, proposes the same l + 1 tokens as match i.
@@ -141,8 +150,8 @@ class LookupProposer(Proposer):
         score_BM = self._score(same_BLWW, size_BW).masked_fill(first_BLW != match_W, -torch.inf).flatten(1)
         if self._num_usual < self.num_nodes:
             least_B1 = score_BM.topk(self._num_usual, dim=1).values[:, -1:]
-            is_long_B1 = (size_BW >= _LONG_MATCH).any(dim=1, keepdim=True)
-            score_BM = score_BM.masked_fill((score_BM <= least_B1) & ~is_long_B1, -torch.inf)
+            is_short_B1 = (size_BW < _LONG_MATCH).all(dim=1, keepdim=True)
+            score_BM = score_BM.masked_fill((score_BM <= least_B1) & is_short_B1, -torch.inf)
         return NodeList(token_BLW.flatten(1), parent_BLW.where(place_L1 > 0, -1).flatten(1), score_BM)
 
     def _score(self, same_BLWW: Tensor, size_BW: Tensor) -> Tensor:

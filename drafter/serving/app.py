@@ -117,8 +117,7 @@ class Server:
             _log.warning("a reload was refused, and the old drafter stays: %s", first_line(error))
             folder, target = self.follower.folder, self.worker.engine.target.name
             names = {str(folder.resolve()): folder.name, str(folder): folder.name, target: self.model.name}
-            message = f"the old drafter stays: {told(error, names)}"
-            raise ApiError(409, message, code="drafter_refused") from error
+            raise ApiError(409, f"the old drafter stays: {told(error, names)}", code="drafter_refused") from error
         return {"drafter": self.follower.digest, "replaced": is_replaced}
 
     async def chat(self, request: Request) -> Response:

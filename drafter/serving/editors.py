@@ -54,8 +54,7 @@ class InfillRequest(Generation):
             if rest and len(line) - len(rest) < self.n_indent:
                 return length
             length += 1 + len(line)
-        is_late = 0 < self.t_max_predict_ms < 1000 * seconds
-        return len(text) if is_late and len(lines) > 1 else None
+        return len(text) if 0 < self.t_max_predict_ms < 1000 * seconds and len(lines) > 1 else None
 
 
 class InfillAnswer(Answer):

@@ -106,8 +106,7 @@ class _Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()} | _IGNORED
         for name in data:
             if name not in known and data[name] not in (*_EMPTY, *_NEUTRAL.get(name, ())):
-                message = "'{name}' is not supported by this server: leave it out"
-                raise refusal(name, message, "unsupported_parameter")
+                raise refusal(name, "'{name}' is not supported by this server: leave it out", "unsupported_parameter")
         return {name: value for name, value in data.items() if value is not None}  # null means the default
 
 
@@ -348,8 +347,7 @@ class ChatRequest(Generation):
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "{name} needs logprobs: set logprobs to true")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
-        names = {tool["function"]["name"] for tool in self.tools}
-        if len(names) < len(self.tools):
+        if len({tool["function"]["name"] for tool in self.tools}) < len(self.tools):
             raise refusal("tools", "{name} has two functions of one name")
         if self.tool_choice not in ("none", "auto") and not self.callable_tools:
             raise refusal("tool_choice", "{name} asks for a function that is not among the tools")

@@ -142,8 +142,7 @@ def _config_of(header: Header) -> Any:
     value, tensors, numbers = header.value, header.tensors, header.numbers
     if (kind := value("general.architecture")) not in _FAMILIES:
         return None
-    names = {**_FIELDS, **_FAMILIES[kind]}
-    found = {field: value(f"ARCH.{key}") for key, field in names.items()}
+    found = {field: value(f"ARCH.{key}") for key, field in {**_FIELDS, **_FAMILIES[kind]}.items()}
     fields = {field: each for field, each in found.items() if each is not None}
     fields |= {field: value(f"tokenizer.ggml.{name}_token_id") for field, name in _TOKENS.items()}
     fields |= {"vocab_size": tensors["token_embd.weight"].shape[0]}

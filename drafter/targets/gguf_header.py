@@ -47,8 +47,7 @@ class Header(NamedTuple):
     def numbers(self, name: str) -> np.ndarray:
         """The numbers of a float32 tensor; of another type, none."""
         shape, kind, start = self.tensors[name]
-        end = start + (4 * math.prod(shape) if kind == _F32 else 0)
-        return self.memory[start:end].view(np.float32)
+        return self.memory[start : start + (4 * math.prod(shape) if kind == _F32 else 0)].view(np.float32)
 
 
 def read_header(file: Path, *, has_lists: bool = False) -> Header:

@@ -144,8 +144,7 @@ def sample_tokens(
     num_drawn = num_shared - num_always
     rest_R = mean_R.argsort(descending=True, stable=True)
     # A draw without replacement: the first of a random order of the rest.
-    is_pinned = device.type != "cpu"
-    place = torch.randperm(num_outputs - num_always, generator=generator, pin_memory=is_pinned)[:num_drawn]
+    place = torch.randperm(num_outputs - num_always, generator=generator, pin_memory=device.type != "cpu")[:num_drawn]
     place = place.to(device, non_blocking=True)
     index_Y = torch.cat([rest_R[:num_always], rest_R[num_always:][place]])
     log_weight_Y = torch.zeros(num_shared, device=device)
@@ -197,8 +196,7 @@ def sampled_loss(
         top_CJF = rows_RF[top_CJ]
         teacher_CJ = torch.einsum("cjf,cf->cj", top_CJF, hidden_MD[teacher_C])
         teacher_CA = torch.cat([teacher_CJ, shared_MY[teacher_C]], dim=1).float()
-        z_CJ = torch.einsum("cjf,cf->cj", top_CJF, feature_CF)
-        z_CA = torch.cat([z_CJ, feature_CF @ shared_YF.T], dim=1).float()
+        z_CA = torch.cat([torch.einsum("cjf,cf->cj", top_CJF, feature_CF), feature_CF @ shared_YF.T], dim=1).float()
         return mixed_loss(z_CA + bias_CA, teacher_CA + bias_CA, torch.zeros_like(label_C), mix)
 
     bytes_of_pair = 32 * num_shared + feature_PF.element_size() * 2 * num_top * feature_PF.shape[1]

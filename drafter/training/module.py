@@ -87,8 +87,7 @@ class DrafterModule(LightningModule):
         self._clock = (0.0, 0)
         self._began = time.monotonic()
         self._norm: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # of a gradient: step, value, when copied
-        is_tied = drafter.config.head == "tied"
-        if objective.shared_tokens and not (is_tied and teacher.target.traits.has_plain_logits):
+        if objective.shared_tokens and not (drafter.config.head == "tied" and teacher.target.traits.has_plain_logits):
             raise ValueError(
                 f"--model.objective.shared_tokens {objective.shared_tokens} needs a tied head and a target whose "
                 "logits are products with its output matrix: give 0"

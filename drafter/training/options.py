@@ -123,8 +123,7 @@ class OptimOptions(Checked):
         def factor(step: int) -> float:
             if step < warmup:
                 return (step + 1) / warmup
-            place = max(step, time_share() * num_steps)
-            done = min(1.0, max(0.0, place - start) / max(1, num_steps - start))
+            done = min(1.0, max(0.0, max(step, time_share() * num_steps) - start) / max(1, num_steps - start))
             return (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
 
         return factor

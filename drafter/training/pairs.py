@@ -58,8 +58,7 @@ def select_pairs(
     is_valid_BTL = torch.stack([usable_BT[:, 1 + k : 1 + k + width] for k in range(1, num_depths + 1)], dim=-1)
     is_valid_XL = is_valid_BTL.cumprod(dim=-1).bool().flatten(0, 1)
     if min(depth_rates) < 1:
-        chance_X1 = torch.rand(len(is_valid_XL), 1, generator=generator)
-        is_valid_XL = is_valid_XL & (chance_X1 < torch.tensor(depth_rates))
+        is_valid_XL &= torch.rand(len(is_valid_XL), 1, generator=generator) < torch.tensor(depth_rates)
     sorted_X, start_X = is_valid_XL.sum(dim=1).sort(descending=True, stable=True)
     num_starts = tuple(torch.searchsorted(-sorted_X, -torch.arange(1, num_depths + 1), right=True).tolist())
     start_A = start_X[: num_starts[0]]

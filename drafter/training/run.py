@@ -72,8 +72,7 @@ def train(options: TrainOptions, target: Target | None = None) -> None:
         if trainer.is_global_zero:
             print("\n".join([*notes, *summary_lines(drafter)]), flush=True)
         if options.decode_prompts:
-            prompts = parts.val.prompts(options.decode_prompts)
-            trainer.callbacks.append(TokensPerStep(prompts, options.decode_tokens))
+            trainer.callbacks.append(TokensPerStep(parts.val.prompts(options.decode_prompts), options.decode_tokens))
         facts = {
             "hyper_parameters": {"target": options.target, **_plain(asdict(model))},
             "data": summary_of(options.train, parts.train, options.data.train_on),

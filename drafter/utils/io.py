@@ -42,8 +42,7 @@ def escaped(text: str) -> str:
 
 def is_stream(path: Path) -> bool:
     """Whether `path` is a pipe, a device or a standard stream: written to, never replaced, without a run record."""
-    is_special = path.exists() and not path.is_file() and not path.is_dir()
-    return is_special or str(path).startswith(_STREAMS)
+    return (path.exists() and not path.is_file() and not path.is_dir()) or str(path).startswith(_STREAMS)
 
 
 def write_atomic(path: Path, text: str, *, follows_links: bool = True) -> None:

@@ -55,7 +55,9 @@ def test_matches_and_continuations_equal_the_loop(texts: list[list[int]], max_ng
 def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length: int) -> None:
     rows = rows_of(texts)
     proposer = proposer_of(num_matches, length)
-    nodes = proposer.draft(rows, None)
+    if (nodes := proposer.draft(rows, None)) is None:
+        assert not any(find_matches_loop(text, 8) for text in texts)
+        return
     depth_M = depths_of(proposer.level_sizes, torch.device("cpu"))
     for row, text in enumerate(texts):
         longest = {end: size for size, end in find_matches_loop(text, 32)}
@@ -68,6 +70,7 @@ def test_scores_equal_the_loop(texts: list[list[int]], num_matches: int, length:
         for path, score in scores.items():
             share = share_loop(proposals, lengths, path, lookup._ODDS, lookup._WEIGHT_PER_TOKEN)
             assert score == pytest.approx(math.log(share), abs=1e-4)
+            assert score <= lookup._most([size for size, _ in find_matches_loop(text, 8)][:num_matches]) + 1e-4
 
 
 @pytest.mark.parametrize("numbers", [(4, 24, 8, 10), (3, 6, 1, 5), (8, 2, 4, 10), (4, 64, 8, 3)])
