@@ -37,6 +37,7 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
             then reads instead of running the target
         context_layers: layers whose states are kept too, for a drafter that reads these
         max_num_seqs: prompts that are answered at the same time
+        enable_prefix_caching: compute what prompts begin with once
     """
 
     common: ClassVar = (
@@ -60,6 +61,7 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
     context_layers: tuple[int, ...] = within((), low=0)
     target: str | None = None  # type: ignore[assignment]
     max_num_seqs: int | None = 64
+    enable_prefix_caching: bool | None = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

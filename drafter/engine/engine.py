@@ -314,7 +314,7 @@ class Engine:
         if len(dropped) == len(running):
             self._scheduler.rows.clear()  # the content of their slots is unknown
         self._is_arranged = True
-        self._scheduler.prefixes.clear()
+        self._scheduler.prefixes.held.clear()
         return dropped
 
     def forget(self) -> None:

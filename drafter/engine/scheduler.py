@@ -1,7 +1,7 @@
 """Scheduler: assigns rows to requests and prompt tokens to steps, and shares the beginnings of prompts. No tensors."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os.path import commonprefix
 from typing import NamedTuple
 
@@ -55,12 +55,11 @@ class Scheduler:
         running = [request for request in self.rows if not request.is_finished]
         for request in self.rows:
             request.row = -1 if request.is_finished else request.row
-        num_rows = min(self._num_rows, len(running) + len(self.waiting))
-        placed, started, moves = [], [], []
+        started = self._start(running)
+        num_rows, placed, moves = len(running) + len(started), list[Request](), []
         for row in sorted(set(range(num_rows)) - {request.row for request in running}):
-            if self.waiting:
-                started.append(self.waiting.popleft())
-                placed.append(started[-1])
+            if len(placed) < len(started):
+                placed.append(started[len(placed)])
             else:  # the last running request stands behind the last row that is needed
                 placed.append(running.pop())
                 moves.append((placed[-1].row, row))
@@ -76,6 +75,21 @@ class Scheduler:
                 request.num_prefilled = request.num_shared
                 copies += prefix_copies
         return Schedule(moves, copies, started)
+
+    def _start(self, running: list[Request]) -> list[Request]:
+        """The waiting requests that start now. One waits on, and keeps its row free, for a prefix that is computed."""
+        first = [self.waiting.popleft() for _ in range(min(self._num_rows - len(running), len(self.waiting)))]
+        started, waiting = list[Request](), list[Request]()
+        prefilled = {request.row: request.prompt_ids for request in running if not request.is_prefilled}
+        for request in first:
+            num_held, num_soon = (longest_prefix(request.prompt_ids, of)[1] for of in (self.prefixes.held, prefilled))
+            if self._shares_prefixes and num_soon >= num_held + _MIN_SHARED_TOKENS:
+                waiting.append(request)
+            else:
+                started.append(request)
+                prefilled[-len(started)] = request.prompt_ids
+        self.waiting.extendleft(reversed(waiting))
+        return started
 
     def prefill_chunks(self, chunk: int) -> list[PrefillChunk]:
         """Prompt parts for this step: one ``chunk`` of tokens in all while others decode, else one for every row."""
@@ -98,50 +112,48 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[int]] = {}  # the row that was used last stands last
-
-    def clear(self) -> None:
-        self._held.clear()
+        self.held: dict[int, list[int]] = {}  # the row that was used last stands last
 
     def hold(self, row: int, token_ids: list[int]) -> None:
-        self._held.pop(row, None)
-        self._held[row] = token_ids
+        self.held.pop(row, None)
+        self.held[row] = token_ids
 
     def move(self, source: int, destination: int) -> None:
         """Record that a row was copied over another. The source becomes the first to be overwritten."""
-        self.hold(destination, self._held.pop(source, []))
+        self.hold(destination, self.held.pop(source, []))
 
     def take(self, row: int, prompt_ids: list[int], vacant: Iterable[int]) -> tuple[list[tuple[int, int, int]], int]:
         """Give a row to a new prompt, which takes the longest prefix that any row holds: the copies (source row,
-        destination row, number of slots), and the number of tokens that the prompt takes.
-
-        The last two prompt tokens are never shared: the last is the first root, and the prefill of the one before it
-        gives the drafter its context. The row's content is saved in a ``vacant`` row, unless the prompt takes it.
+        destination row, number of slots), and the number of tokens that the prompt takes. The row's content is saved in
+        a ``vacant`` row, unless the prompt takes it.
         """
-        old, prompt = self._held.get(row, []), prompt_ids[:-2]
-        source, num_shared = row, 0
-        for other, held in self._held.items():
-            least = max(num_shared + 1, _MIN_SHARED_TOKENS)
-            # A comparison up to a known length is one fast call, which rules out most rows.
-            if len(prompt) >= least and held[:least] == prompt[:least]:
-                source, num_shared = other, _common_length(prompt, held)
-        shared = prompt[:num_shared]
+        old, (source, num_shared) = self.held.get(row, []), longest_prefix(prompt_ids, self.held)
+        shared = prompt_ids[:num_shared]
         copies = []
         spare = [other for other in vacant if other != source]
-        if spare and len(old) - _common_length(old, shared) >= _MIN_SHARED_TOKENS:
-            used = list(self._held)
+        if spare and len(old) - len(commonprefix([old, shared])) >= _MIN_SHARED_TOKENS:
+            used = list(self.held)
             oldest = min(spare, key=lambda other: used.index(other) if other in used else -1)
             copies.append((row, oldest, len(old)))
             self.move(row, oldest)
-        if source != row:
+        if source not in (None, row):
             copies.append((source, row, num_shared))
         self.hold(row, shared)
         return copies, num_shared
 
 
-def _common_length(first: list[int], second: list[int]) -> int:
-    """How many leading items two lists share: [1, 2, 3] and [1, 2, 4, 5] share 2."""
-    return len(commonprefix([first, second]))
+def longest_prefix(prompt_ids: list[int], held: Mapping[int, list[int]]) -> tuple[int | None, int]:
+    """The row with the longest prefix of a prompt (None: none is worth a copy), and its number of tokens. The last two
+    prompt tokens are never shared: the last is the first root, and the prefill of the one before it gives the drafter
+    its context.
+    """
+    prompt, source, num_shared = prompt_ids[:-2], None, 0
+    for row, tokens in held.items():
+        least = max(num_shared + 1, _MIN_SHARED_TOKENS)
+        # A comparison up to a known length is one fast call, which rules out most rows.
+        if len(prompt) >= least and tokens[:least] == prompt[:least]:
+            source, num_shared = row, len(commonprefix([prompt, tokens]))
+    return source, num_shared
 
 
 def bucket(num_rows: int) -> int:

@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import (
-    BaseModel,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, ValidationError, create_model, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict

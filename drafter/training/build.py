@@ -79,10 +79,7 @@ def summary_lines(drafter: RecurrentDrafter) -> list[str]:
     total = sum(parts.values())
     listed = ", ".join(f"{name} {count:,}" for name, count in parts.items())
     num_bytes = 2 * total + 8 * len(drafter.draft_token_ids_R)
-    return [
-        f"drafter: {total:,} parameters ({listed})",
-        f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16",
-    ]
+    return [f"drafter: {total:,} parameters ({listed})", f"exported checkpoint: {num_bytes / 1e6:,.1f} MB in bfloat16"]
 
 
 def choose_draft_tokens(drafter: RecurrentDrafter, rows: TokenRows, size: int, always: Iterable[int]) -> str:

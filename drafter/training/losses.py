@@ -78,11 +78,7 @@ def _chunk_size(mix: Objective, bytes_each: int) -> int:
 
 
 def exact_loss(
-    feature_PF: Tensor,
-    weight_RF: Tensor,
-    label_P: Tensor,
-    teacher_logits: Callable[[slice], Tensor],
-    mix: Objective,
+    feature_PF: Tensor, weight_RF: Tensor, label_P: Tensor, teacher_logits: Callable[[slice], Tensor], mix: Objective
 ) -> Tensor:
     """The mean of :func:`mixed_loss` over the pairs; at no time are the logits of all pairs in memory.
 

@@ -12,10 +12,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("drafter", "tests", "scripts", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 CHECKS = "address,bounds,alignment,integer-divide-by-zero,signed-integer-overflow"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("g++"), reason="needs g++ and its sanitizers"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="needs g++ and its sanitizers")]
 
 
 def test_threads_that_change_the_number_of_threads_race_with_no_call(tmp_path: Path) -> None:
