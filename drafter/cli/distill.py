@@ -37,7 +37,7 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
             then reads instead of running the target
         context_layers: layers whose states are kept too, for a drafter that reads these
         max_num_seqs: prompts that are answered at the same time
-        enable_prefix_caching: compute what prompts begin with once
+        enable_prefix_caching: compute the tokens that several prompts begin with only once
     """
 
     common: ClassVar = (

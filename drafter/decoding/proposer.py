@@ -60,7 +60,8 @@ class Proposer:
 
     def draft(self, rows: RowState, noise: Noise | None) -> NodeList | None:
         """Draft nodes for every running row; no two nodes of a row may have the same path. ``noise`` is the keyed
-        Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy. None: no node is worth it.
+        Gumbel noise of the target's picks at depth 0 .. L; None when every row is greedy. Returns None where no node is
+        worth its cost.
         """
         raise NotImplementedError
 

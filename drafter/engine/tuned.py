@@ -251,8 +251,9 @@ class Sizer:
             times.pace = median(list(times.paces)[-_TRIAL_STEPS:]) if times.paces else times.pace
             times.paces.clear()
             if self.loss(due) >= _MOST_LOSS:  # the one step of its trial is measured alone
-                for each in (own for (tree, _), own in times.durations.items() if tree == due):
-                    each.clear()
+                for (tree, _), durations in times.durations.items():
+                    if tree == due:
+                        durations.clear()
             self._present, self._num_left = self._table[rows].get(due) or self._tries[due], _TRIAL_STEPS
         elif self._num_left <= 0:
             self._present = self._fastest()
