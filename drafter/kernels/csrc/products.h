@@ -5,6 +5,7 @@
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 #define ADDS_PAIRS true  // products of bytes are added in pairs, to 16 bits
+#pragma GCC optimize("no-tree-ter,no-tree-reassoc")  // else GCC computes all products before it adds, and stores them
 #else
 #define ADDS_PAIRS false
 #endif
@@ -31,10 +32,9 @@ struct Rows {
   }
 };
 constexpr bool is_panel(int rows) { return rows <= 4 || rows == 6 || rows == 8 || rows == 12; }
-constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 && !ADDS_PAIRS ? 6 : 4;
+constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 ? (ADDS_PAIRS ? 8 : 6) : 4;
 static int panel_rows(int N) {  // the rows that one template computes
-  const int parts = (N + MOST_ROWS - 1) / MOST_ROWS;
-  int best = LANES == 8 ? MOST_ROWS : (N + parts - 1) / parts;
+  int best = LANES == 8 ? MOST_ROWS : (N - 1) / ((N + MOST_ROWS - 1) / MOST_ROWS) + 1;
   while (!is_panel(best)) best++;
   // The least time: 8 lanes unpack weights of a panel in the time of about one row.
   auto time = [&](int m) { return (N + m - 1) / m * (m + 1); };
