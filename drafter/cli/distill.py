@@ -96,7 +96,7 @@ def distill(options: DistillOptions) -> None:
             from drafter.distill.same_model import compare_models
 
             prompts = [row.messages for row in select_prompts(BUILTIN_PROMPTS, limit=3)[0]]
-            print(*compare_models(server, options.load(is_trainable=True), prompts), sep="\n", file=sys.stderr)
+            print(*compare_models(server, options.load(), prompts), sep="\n", file=sys.stderr)
     else:
         answerer = engine_answerer(options)
     report = run(

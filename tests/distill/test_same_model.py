@@ -12,7 +12,7 @@ from drafter.distill.run import NO_ANSWER, distill
 from drafter.distill.same_model import compare_models
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig
-from drafter.runtimes.loading import wrap_model
+from drafter.runtimes.loading import load_target, wrap_model
 from tests.data.tiny import CHAT_TEMPLATE, chat, encode_rows, tiny_tokenizer, write_jsonl
 from tests.distill.test_endpoint import FakeServer, answer_of, prompts, server
 from tests.serving.live import Live, live_server
@@ -37,13 +37,15 @@ def compare(live: Live) -> list[str]:
     return compare_models(Endpoint(live.url, "tiny"), tiny_target(), PROMPTS)
 
 
-def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     differs = "warning: the server differs from the target: "
     with live_server() as live:
         (line,) = compare(live)
         assert line.startswith("the server runs the target: ") and int(line.split()[5]) > 4
-        params = live.server._params
-        hot = {"temperature": 3.0}
+        for part in tiny_target().model, tiny_tokenizer():
+            part.save_pretrained(tmp_path)
+        assert compare_models(Endpoint(live.url, "tiny"), load_target(str(tmp_path), runtime="native"), PROMPTS) == [line]
+        params, hot = live.server._params, {"temperature": 3.0}
         monkeypatch.setattr(live.server, "_params", lambda body, ends: params(body.model_copy(update=hot), ends))
         (line,) = compare(live)
         assert line.startswith(differs + "sampling parameters: ")
