@@ -44,7 +44,7 @@ def test_differences_are_named_and_the_target_itself_has_none(monkeypatch: pytes
         assert line.startswith("the server runs the target: ") and int(line.split()[5]) > 4
         for part in tiny_target().model, tiny_tokenizer():
             part.save_pretrained(tmp_path)
-        assert compare_models(Endpoint(live.url, "tiny"), load_target(str(tmp_path), runtime="native"), PROMPTS) == [line]
+        assert compare_models(Endpoint(live.url, "tiny"), load_target(str(tmp_path)), PROMPTS) == [line]
         params, hot = live.server._params, {"temperature": 3.0}
         monkeypatch.setattr(live.server, "_params", lambda body, ends: params(body.model_copy(update=hot), ends))
         (line,) = compare(live)
