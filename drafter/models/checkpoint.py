@@ -35,16 +35,16 @@ def read_trained(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint {str(path)!r} does not exist: give a .ckpt file that `drafter train` wrote")
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as packed:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in packed.infolist()):  # may expand to any size
-                raise ValueError(f"checkpoint {str(path)!r} is packed: `drafter train` writes plain files")
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # may be of any size
+                    raise ValueError("its parts are packed, and `drafter train` writes plain ones")
         with warnings.catch_warnings(action="ignore"):  # about the version of a file that is refused
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch.load raises pickle, zip, runtime and key errors of many types for damaged files. Where a file would have
-        # to run code, torch gives advice on running it.
+        # Damaged files raise errors of many types in zipfile and torch.load. Where a file would have to run code, torch
+        # gives advice on running it.
         needs_code = type(error).__name__ == "UnpicklingError"
         reason = "a file that `drafter train` wrote holds numbers and text alone" if needs_code else first_line(error)
         raise ValueError(

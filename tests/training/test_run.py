@@ -333,6 +333,7 @@ def test_weights_can_start_from_another_run(place: Path, trained: Path) -> None:
 def test_checkpoints_that_cannot_be_resumed_are_one_line(place: Path, trained: Path, tmp_path, refused) -> None:
     whole = (trained / "checkpoints" / "last.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "parts.ckpt").write_bytes(whole.replace(b"PK\x01\x02", b"PK\x01\x00"))  # the list of its parts
     (tmp_path / "pickle.ckpt").write_bytes(pickle.dumps(Path("/")))
     # Values that only Lightning or torch reads, the last one at the first step.
     sound = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
@@ -390,8 +391,7 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
     with pytest.raises(ValueError, match="exists and is no exported drafter"):
         export(checkpoint, tmp_path / "mine")
     sound = torch.load(checkpoint, weights_only=True)
-    state = sound["state_dict"]
-    bias = "drafter.cell.u.bias"
+    state, bias = sound["state_dict"], "drafter.cell.u.bias"
     for content, fragment in (
         ({"drafter_config": {}, "state_dict": {}, "extra": Path("/")}, "cannot be read: .* numbers and text alone"),
         ({"drafter_config": {}, "state_dict": {}, "hyper_parameters": {"optim": {(1, 2): 3}}}, "settings are no JSON"),
@@ -410,7 +410,7 @@ def test_export_refuses_what_it_cannot_read_and_files_of_others(trained: Path, t
     with zipfile.ZipFile(checkpoint) as plain, zipfile.ZipFile(damaged, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
-    with pytest.raises(ValueError, match="is packed"):
+    with pytest.raises(ValueError, match="parts are packed"):
         export(damaged, tmp_path / "out")
     exported = export(checkpoint, tmp_path / "exported")
     (exported / "notes.txt").write_text("years of work")
