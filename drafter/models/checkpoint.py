@@ -38,7 +38,7 @@ def read_trained(path: str | Path) -> dict[str, Any]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # may be of any size
+                if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # may expand
                     raise ValueError("its parts are packed, and `drafter train` writes plain ones")
         with warnings.catch_warnings(action="ignore"):  # about the version of a file that is refused
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
