@@ -22,7 +22,7 @@ struct Rows {
   float* scale;       // of every 32 inputs
   // What the offsets of weights are multiplied by, or add; computed once for all outputs:
   float* sum;         // scale times the sum of the q's of every 32 inputs
-  int32_t* minus;     // minus the sums of the q's of the first and the last 16 inputs of every 32, and of all 32
+  int32_t* minus;     // -32 times the sums of the q's of the first and the last 16 of every 32; minus the sum of all 32
   int32_t* pairs;     // of every 16 inputs, in 16 bits each: -32 times the sum of inputs 4 j and 4 j + 1; of the others
   long stride;        // inputs of a row, a multiple of 32
   int rows;
@@ -31,10 +31,11 @@ struct Rows {
     return {x + 32 * g, q + 8 * g, scale + g, sum + g, minus + 3 * g, pairs + 2 * g, stride, rows};
   }
 };
-constexpr bool is_panel(int rows) { return rows <= 4 || rows == 6 || rows == 8 || rows == 12; }
-constexpr int MOST_ROWS = LANES == 16 ? 12 : LANES == 8 ? (ADDS_PAIRS ? 8 : 6) : 4;
+constexpr bool is_panel(int rows) { return rows <= 4 || rows == 6 || rows == 8 || rows == 12 || rows == 16; }
+constexpr int MOST_ROWS = LANES == 16 ? 16 : LANES == 8 ? (ADDS_PAIRS ? 8 : 6) : 4;
 static int panel_rows(int N) {  // the rows that one template computes
-  int best = LANES == 8 ? MOST_ROWS : (N - 1) / ((N + MOST_ROWS - 1) / MOST_ROWS) + 1;
+  const int most = N > 16 ? lesser(MOST_ROWS, 12) : MOST_ROWS;  // rows six by six are fastest
+  int best = LANES == 8 ? most : (N - 1) / ((N + most - 1) / most) + 1;
   while (!is_panel(best)) best++;
   // The least time: 8 lanes unpack weights of a panel in the time of about one row.
   auto time = [&](int m) { return (N + m - 1) / m * (m + 1); };
@@ -45,16 +46,11 @@ static int panel_rows(int N) {  // the rows that one template computes
 static void place(const Rows& panels, int n, const float* x, long from, long to, bool is_rounded) {
   const int R = panels.rows, r = n % R;
   const Rows p = panels.panel(n / R);
-  if (!is_rounded) {
-    for (long k = from; k < to; k++) p.x[k * R + r] = x[k];
-    return;
-  }
+  if (!is_rounded) { for (long k = from; k < to; k++) p.x[k * R + r] = x[k]; return; }
   for (long g = from / GROUP; g < to / GROUP; g++) {
     F most{}; int32_t words[GROUP / 4]; uint32_t total[2];  // sums of numbers that are not finite wrap
-    UNROLL for (int i = 0; i < GROUP; i += LANES) {
-      const F v = load(x + g * GROUP + i);
-      most = greater(most, greater(v, -v));
-    }
+    UNROLL for (int i = 0; i < GROUP; i += LANES)
+      most = greater(most, greater(load(x + g * GROUP + i), -load(x + g * GROUP + i)));
     const float m = largest(most), inverse = m > 0 ? 127.f / m : 0.f;
     UNROLL for (int h = 0; h < 2; h++) {
       Wrapping n{};
@@ -62,7 +58,7 @@ static void place(const Rows& panels, int n, const float* x, long from, long to,
         const I v = round(load(x + g * GROUP + i) * inverse);
         store_bytes((int8_t*)words + i, v); n += (Wrapping)v;
       }
-      total[h] = sum((I)n); p.minus[(3 * g + h) * R + r] = (int32_t)-total[h];
+      total[h] = sum((I)n); p.minus[(3 * g + h) * R + r] = (int32_t)(-32 * total[h]);
     }
 #if ADDS_PAIRS
     UNROLL for (int h = 0; h < 2; h++) {
@@ -100,10 +96,7 @@ struct InBF16 {
 template <class T> constexpr int strip_bytes() { return T::BYTES * LANES * (T::IS_PAIRED ? 2 : 1); }
 template <class T> static void dense_floats(const char* group, int, int strip, F* out) {
   const char* w = group + strip * strip_bytes<T>();
-  for (int i = 0; i < GROUP; i += 2) {
-    out[i] = T::template input<0>(w, i);
-    out[i + 1] = T::template input<1>(w, i);
-  }
+  for (int i = 0; i < GROUP; i += 2) { out[i] = T::template input<0>(w, i); out[i + 1] = T::template input<1>(w, i); }
 }
 // M S sums at once hide the time of an addition, and leave registers for the weights.
 template <class T, int M, int S>
@@ -178,7 +171,12 @@ template <Format FORMAT> struct In {
       auto finish = [&](int r, I n) {
         const float x_r = x.scale[g * M + r];
         sum[r] = fma(number(n), scale * x_r, sum[r]);
-        if (T.has_offset) sum[r] = fma(offset, all(SCALES == 2 ? x_r * -(float)minus[r] : x.sum[g * M + r]), sum[r]);
+        const float total = SCALES == 2 ? x_r * (minus[r] / -32.f) : x.sum[g * M + r];
+        if (T.has_offset) sum[r] = fma(offset, all(total), sum[r]);
+      };
+      auto zeros = [&](int r) {  // what a zero of the integers takes away
+        return !T.zero ? I{} : SCALES == 2 ? all(minus[r]) >> (T.zero == 4 ? 3 : 0)
+            : (I)((Wrapping)all(minus[r]) * T.zero);
       };
 #if ADDS_PAIRS
       const __m256i ones = _mm256_set1_epi16(1);
@@ -201,7 +199,7 @@ template <Format FORMAT> struct In {
         Wrapping n[M];  // rows beyond the last hold anything
         UNROLL for (int r = 0; r < M; r++) {
           if (IS_CENTERED) sums[r] = _mm256_set1_epi32(x.pairs[(2 * g + h) * M + r]);
-          n[r] = IS_CENTERED ? Wrapping{} : (Wrapping)all(minus[r]) * T.zero;
+          n[r] = IS_CENTERED ? Wrapping{} : (Wrapping)zeros(r);
         }
         UNROLL for (int j = 0; j < VECTORS; j += 2) {  // two at a time: products wait for no unpacking
           const __m256i v = (__m256i)integers(q, VECTORS * h + j), w = (__m256i)integers(q, VECTORS * h + j + 1);
@@ -218,12 +216,15 @@ template <Format FORMAT> struct In {
 #else
       I w[VECTORS];
       UNROLL for (int j = 0; j < VECTORS; j++) w[j] = integers(q, VECTORS * h + j);
-      UNROLL_PRODUCTS for (int r = 0; r < M; r++) {
-        I n = (I)((Wrapping)all(minus[r]) * T.zero), m{};
-        UNROLL_PRODUCTS for (int j = 0; j < VECTORS; j += 2) {
-          n = dot4(n, w[j], all(words[M * j + r])); m = dot4(m, w[j + 1], all(words[M * (j + 1) + r]));
-        }
-        finish(r, (I)((Wrapping)n + (Wrapping)m));
+      // A product waits for the one before in its sum: rows side by side, where registers allow, else two sums.
+      constexpr int BESIDE = LANES < 16 ? 1 : M % 6 == 0 ? 6 : lesser(M, 4), SUMS = BESIDE == 1 ? 2 : 1;
+      UNROLL_PRODUCTS for (int first = 0; first < M; first += BESIDE) {
+        I n[BESIDE * SUMS]{};
+        UNROLL_PRODUCTS for (int r = 0; r < BESIDE; r++) n[r] = zeros(first + r);
+        UNROLL_PRODUCTS for (int j = 0; j < VECTORS; j++) UNROLL_PRODUCTS for (int r = 0; r < BESIDE; r++)
+          n[j % SUMS + r] = dot4(n[j % SUMS + r], w[j], all(words[M * j + first + r]));
+        UNROLL_PRODUCTS for (int r = 0; r < BESIDE; r++)
+          finish(first + r, SUMS == 1 ? n[r] : (I)((Wrapping)n[0] + (Wrapping)n[SUMS - 1]));
       }
 #endif
     }
@@ -310,9 +311,7 @@ static Way way_of(const Matrix& W, int m) {
 static Dense dense_of(int format) {
 #define DENSE(FORMAT) case Format::FORMAT: return In<Format::FORMAT>::dense;
   switch (format) {
-    case F32: return dense_floats<InF32>;
-    case BF16: return dense_floats<InBF16>;
-    case F16: return dense_floats<InF16>;
+    case F32: return dense_floats<InF32>; case F16: return dense_floats<InF16>; case BF16: return dense_floats<InBF16>;
     EACH_INTEGER_FORMAT(DENSE)
   }
   return nullptr;
@@ -328,6 +327,7 @@ static void product(const Matrix& W, Way way, long from, long to, const Rows& x,
   float out[MOST_ROWS * OF_ONE * LANES];
   for (long s = from; s < to && s * LANES < W.outputs; s += way.vectors) {
     const int here = lesser<long>(way.vectors, to - s);
+    for (int r = 0; r < num; r++) __builtin_prefetch(y + r * width + s * LANES, 1);
     if (here == way.vectors) way.kernel(blocks, bytes, s, inputs, x, out);
     else for (int i = 0; i < here; i++) way.single(blocks, bytes, s + i, inputs, x, out + i * LANES);
     for (int r = 0; r < num; r++) for (int i = 0; i < here; i++) {
