@@ -125,10 +125,10 @@ class Search(_Structure):
 
 NO_MATRIX = Matrix(format=-1)
 MOST_BEAMS = 64  # of a search
-_OUTSIDE, _NO_MEMORY = 1, 2
+_OUTSIDE, _NO_MEMORY, _NOT_FINITE = 1, 2, 4
 _FAULTS = {
     3: "the model makes a key or a value above 65,504, which float16 does not hold: give --dtype float32",
-    4: "the model makes numbers that are not finite: its weights are damaged, or not meant for this text",
+    _NOT_FINITE: "the model makes numbers that are not finite: its weights are damaged, or not meant for this text",
 }
 
 
@@ -179,6 +179,7 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
 
     Formats are those of FORMATS; without a ``target`` blocks have the source's. F32 and F16 are made from other float
     formats alone. Q8_0 from a float format rounds groups of 32 inputs; a weight that is no number becomes 0.
+    ValueError: a scale is no finite number.
     """
     assert target in (None, source, *FORMATS[:3], "Q8_0"), f"{source} is not packed as {target}"
     number, given = FORMATS.index(target or source), FORMATS.index(source)
@@ -186,7 +187,10 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
     blocks = torch.empty(int(lib.matrix_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)
     blocks = blocks[-blocks.data_ptr() % 64 :]  # lines of the processor's caches
     addresses = (ctypes.c_void_p * len(rows))(*rows)
-    _check(lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr())))
+    status = lib.pack(number, given, len(rows), inputs, addresses, _address(blocks.data_ptr()))
+    if status == _NOT_FINITE:
+        raise ValueError(f"a scale of a {source} matrix is no finite number: the file is damaged")
+    _check(status)
     return number, blocks
 
 

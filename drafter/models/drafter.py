@@ -96,7 +96,7 @@ class RecurrentDrafter(nn.Module):
         self.blocks = nn.ModuleList(ResBlock(2 * size, config.block_rank) for _ in range(config.num_res_blocks))
         self.head = nn.Linear(2 * size, size if config.head == "tied" else config.num_outputs, bias=False)
         # Draft index -> target token id, ascending; the identity when R == V.
-        self.register_buffer("draft_token_ids_R", torch.arange(config.num_outputs))
+        self.register_buffer("draft_token_ids_R", torch.empty(config.num_outputs, dtype=torch.int64))
         self.draft_token_ids_R: Tensor
         # Of the target, for a tied head: set by `bind`, and not in the state dict.
         self.output_rows_RD: Tensor | None = None
@@ -113,6 +113,7 @@ class RecurrentDrafter(nn.Module):
         """
         if self.head.weight.is_meta:
             return  # torch would import its compiler to draw numbers for shapes: a second of each start
+        self.draft_token_ids_R.copy_(torch.arange(len(self.draft_token_ids_R)))
         nn.init.normal_(self.head.weight, std=0.1 / math.sqrt(self.head.in_features))
         if self.fuse_context is not None:
             # Starts as the final hidden state alone, which is the last of the layers.

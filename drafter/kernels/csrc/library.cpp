@@ -50,8 +50,7 @@ static const Choice choices[] = {  // best first
   {"plain", &plain::kernels, [] { return true; }},
 };
 static const Choice* best() {
-  const Choice* c = choices;
-  while (!c->is_here()) c++;
+  const Choice* c = choices; while (!c->is_here()) c++;
   return c;
 }
 static const Choice* chosen = best();
@@ -237,9 +236,7 @@ static int move(const Model& m, const Cache& c, int num_rows, int num, const int
         memcpy(reads ? own + dim : value, reads ? value : own + dim, sizeof(T) * wide);
       }
     };
-    if (row >= num_rows) continue;
-    copy(from + row * num, true);
-    copy(to + row * num, false);
+    if (row < num_rows) { copy(from + row * num, true); copy(to + row * num, false); }
   }
   return IS_DONE;
 }
@@ -263,11 +260,14 @@ void set_num_threads(int n) { std::lock_guard<std::mutex> lock(mutex); pool.set_
 int64_t matrix_bytes(int format, int outputs, int inputs) { return (outputs + 15) / 16 * block_bytes(format, inputs); }
 int pack(int format, int source, int outputs, int inputs, const void* const* rows, void* blocks) {
   ask_for_huge_pages(blocks, matrix_bytes(format, outputs, inputs));
+  std::atomic<int> status{IS_DONE};
   auto work = [&](int i) {
-    uint8_t* to = (uint8_t*)blocks + i * block_bytes(format, inputs);
+    uint8_t *to = (uint8_t*)blocks + i * block_bytes(format, inputs), *end = to + block_bytes(format, inputs);
     pack_block(format, source, std::min(16, outputs - 16 * i), inputs, (const uint8_t* const*)rows + 16 * i, to);
+    for (; format > F16 && to < end; to += types[format].bytes())
+      for (int n = 0; n < types[format].units(); n += 2) if ((half_at(to + n) & 0x7c00) == 0x7c00) status = NOT_FINITE;
   };
-  return alone([&] { pool.share((outputs + 15) / 16, work); return IS_DONE; });
+  return alone([&] { pool.share((outputs + 15) / 16, work); return status.load(); });
 }
 int unpack_rows(const Matrix* m, int num, const int64_t* row, float* out) {
   return chosen->kernels->unpack_rows(*m, num, row, out);

@@ -22,16 +22,15 @@ from drafter.targets.gguf_header import mapped, read_header, whole
 _MOST_HEADER = 100 << 20  # bytes, of a safetensors file
 _MOST_SIZES = 8  # of a shape
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Of GGUF: number -> (kind, numbers of a block, its bytes, where its float16 numbers stand).
-_GGUF: dict[int, tuple[str, int, int, Sequence[int]]] = {
-    0: ("F32", 1, 4, ()), 1: ("F16", 1, 2, ()), 2: ("Q4_0", 32, 18, (0,)), 3: ("Q4_1", 32, 20, (0, 2)),
-    6: ("Q5_0", 32, 22, (0,)), 7: ("Q5_1", 32, 24, (0, 2)), 8: ("Q8_0", 32, 34, (0,)),
-    10: ("Q2_K", 256, 84, (80, 82)), 11: ("Q3_K", 256, 110, (108,)), 12: ("Q4_K", 256, 144, (0, 2)),
-    13: ("Q5_K", 256, 176, (0, 2)), 14: ("Q6_K", 256, 210, (208,)), 20: ("IQ4_NL", 32, 18, (0,)),
-    23: ("IQ4_XS", 256, 136, (0,)), 30: ("BF16", 1, 2, ()),
+# Of GGUF: number -> (kind, numbers of a block, its bytes).
+_GGUF: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2),
 }  # fmt: skip
-_BLOCKS = {kind: (numbers, size) for kind, numbers, size, _ in _GGUF.values()}
-_SCALES = {kind: places for kind, _, _, places in _GGUF.values()}
+_BLOCKS = {kind: (numbers, size) for kind, numbers, size in _GGUF.values()}
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 
 
@@ -158,7 +157,7 @@ def open_gguf(file: Path) -> GGUF:
     places = []
     try:
         for name, (shape, number, start) in header.tensors.items():
-            kind, block, size, _ = _GGUF.get(number) or (_name_of(number), 1, 0, ())  # the last: refused by who asks
+            kind, block, size = _GGUF.get(number) or (_name_of(number), 1, 0)  # the last: refused by who asks
             stop = start + math.prod(shape) // block * size
             if shape[-1] % block or stop > len(header.memory):
                 raise ValueError(f"{name[:80]!r}, {kind} {list(shape)}, does not fit the file")
@@ -240,7 +239,8 @@ def matrix(parts: Sequence[Stored], *, is_rounded: bool, target: str | None, bia
     rows: list[int] = []
     parts = [part._replace(data=whole(part.data)) for part in parts]
     for part in parts:
-        _check_scales(part)
+        if part.kind in _FLOATS:
+            _check_floats(part)
         starts = part.data.ctypes.data + np.arange(len(part.data)) * part.data.strides[0]
         rows += (starts if part.order is None else starts[part.order]).tolist()
     inputs = parts[0].shape[1]
@@ -257,13 +257,7 @@ def _name_of(number: int) -> str:
     return GGMLQuantizationType(number).name if number in set(GGMLQuantizationType) else f"type {number} of GGUF"
 
 
-def _check_scales(stored: Stored) -> None:
-    if stored.kind in _EXPONENTS:
-        kind, exponent = _EXPONENTS[stored.kind]
-        if any(((part.view(kind) & exponent) == exponent).any() for part in np.array_split(stored.data, 16)):
-            raise ValueError(f"a number of a {stored.kind} matrix is not finite: the checkpoint is damaged")
-        return
-    block = stored.data.reshape(-1, _BLOCKS[stored.kind][1])
-    for at in _SCALES[stored.kind]:
-        if ((block[:, at + 1] & 0x7C) == 0x7C).any():
-            raise ValueError(f"a scale of a {stored.kind} matrix is no finite number: the file is damaged")
+def _check_floats(stored: Stored) -> None:
+    kind, exponent = _EXPONENTS[stored.kind]
+    if any(((part.view(kind) & exponent) == exponent).any() for part in np.array_split(stored.data, 16)):
+        raise ValueError(f"a number of a {stored.kind} matrix is not finite: the checkpoint is damaged")
