@@ -33,7 +33,7 @@ def settings(run: str, num_steps: int) -> list[str]:
         *("--data.max_length", "64", "--data.batch_tokens", "128"),
         *("--model.optim.lr", "0.01", "--model.optim.warmup_steps", "1", "--model.optim.decay_share", "0"),
         *("--trainer.accelerator", "cpu", "--trainer.max_steps", str(num_steps), "--out", run),
-        *("--trainer.gradient_clip_val", "1.0", "--trainer.log_every_n_steps", "1"),
+        *("--trainer.gradient_clip_val", "1.0", "--trainer.log_every_n_steps", "1", "--trainer.precision", "32-true"),
         *("--trainer.check_val_every_n_epoch", "null", "--trainer.num_sanity_val_steps", "0"),
         *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
         *("--decode-prompts", "2", "--decode-tokens", "8"),

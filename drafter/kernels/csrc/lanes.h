@@ -124,15 +124,14 @@ INLINE float sum(F x) {  // of all lanes, in one order
   for (int n = LANES / 2; n; n /= 2) for (int i = 0; i < n; i++) v[i] += v[i + n];
   return v[0];
 }
-#if defined(__AVX512F__) && defined(__AVX512VNNI__)
-INLINE int32_t sum(I x) { return _mm512_reduce_add_epi32((__m512i)x); }
-INLINE float largest(F x) { return _mm512_reduce_max_ps((__m512)x); }
-#else
 INLINE int32_t sum(I x) {
   uint32_t n = 0;
   UNROLL for (int i = 0; i < LANES; i++) n += x[i];
   return (int32_t)n;
 }
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+INLINE float largest(F x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
 INLINE float largest(F x) {
   float v[LANES]; store(v, x);
   for (int i = 1; i < LANES; i++) v[0] = v[i] > v[0] ? v[i] : v[0];
