@@ -49,6 +49,7 @@ class Proposer:
 
     context_layers: tuple[int, ...] = ()  # of the target, whose hidden states are the contexts; empty: the final one
     reads_every_token: bool = False  # the engine calls :meth:`admit` before a step for the tokens that are not read
+    least_probability: float = 0.1  # of a node, on a CPU where sizes are chosen
     least_score: float = -math.inf  # nodes below are left out on a CPU, where a smaller tree costs less
     node_cost: float = 0.0  # plain steps that a node costs, in all rows: so large a share of them must need the node
 
@@ -86,7 +87,10 @@ class Proposer:
         return max(math.ceil(self.node_cost * int(rows.is_active_B.sum())), 1)
 
     def expect_cost(self, plain_steps: float) -> None:
-        """One more node costs so much. A proposer of copies leaves out nodes that are accepted less often."""
+        """One more node costs so much: nodes that are accepted less often are left out, on a CPU."""
+        self.node_cost = min(plain_steps, 1.0)
+        least = max(self.least_probability, self.node_cost)
+        self.least_score = math.log(least) if least else -math.inf
 
     def check(self, target: Any) -> None:
         """Draft over some real texts of the target, if drafts can fail (ValueError: they fail)."""

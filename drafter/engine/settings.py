@@ -185,6 +185,10 @@ def resolve(
     cheap, max_num_seqs = target.traits.cheap_tokens or _CHEAP_TOKENS, config.max_num_seqs or Plan.max_num_seqs
     is_large = not is_cpu and max_num_seqs * _LARGE_TREE["tree_size"] <= cheap
     drafting = way.choose(config, _LARGE_TREE if is_large else _SMALL_TREE, drafter)
+    if is_open and is_cpu and method == "drafter":
+        from drafter.engine.tuned import DRAFTS
+
+        drafting = drafting.sized(*DRAFTS)
     text, note = ", ".join(part for part in (method, drafting.describe()) if part), ""
     if is_open and drafting.tree is not None:
         from drafter.engine.tuned import Tree, assumed_plan, trees_to_try

@@ -41,7 +41,6 @@ _PAUSE = 12  # steps between two trials, after which a start is over; a short an
 _COPY_GAIN, _MOST_COPY_GAIN = 3.0, 8.0  # whole trees of vain copies that are allowed at first, and after a gain
 _LEAST_COST = 0.005  # of a node, in plain steps
 _COPY_MEMORY = 1024  # steps without copies in which most of a loss is forgotten
-_COPY_SIGN = 9  # tokens that full drafts of a drafter's tree bring without a miss where the text is copied
 _LEAST_GAIN = 0.1  # a tree on trial may accept so much a step, whatever a calibration has seen
 
 
@@ -71,11 +70,11 @@ class Tree(NamedTuple):
         return f"copies alone {size}" if self.is_copies else f"W {self.beam_width} L {self.draft_length} {size}"
 
 
-PLAIN, COPIES, MANY_COPIES = Tree(1, 1, 1), Tree(4, 0, 8), Tree(8, 0, 16)
+PLAIN, COPIES, MANY_COPIES, DRAFTS = Tree(1, 1, 1), Tree(4, 0, 8), Tree(8, 0, 16), Tree(3, 3, 12)
 # What an engine tries on a CPU, with the tokens per step of usual drafts. The first tree of each kind is tried at the
-# beginning, in this order.
+# beginning, in this order. Each step has as many of the nodes as are worth their cost.
 LIVE_COPIES = {COPIES: 1.2, PLAIN: 1.0, MANY_COPIES: 1.25}
-LIVE_TREES = {Tree(2, 2, 4): 1.9, PLAIN: 1.0, **LIVE_COPIES, Tree(1, 1, 2): 1.5, Tree(4, 3, 8): 2.3}
+LIVE_TREES = {DRAFTS: 2.1, PLAIN: 1.0, **LIVE_COPIES}
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class _Times:
 
     A step takes up to twice its time after a start, a third more after a prefill, and the speed of a machine drifts. So
     the duration of a tree is that of its trial over the pace of the steps just before, in units of the first tree. A
-    tree of copies has as many nodes as the text has copies: durations are kept by nodes, and the cost is their mean.
+    tree has as many nodes as are worth their cost: durations are kept by nodes, and the tree's cost is their mean.
     """
 
     durations: defaultdict[tuple[Tree, int], deque[float]] = field(
@@ -192,7 +191,8 @@ class _Times:
     paces: deque[float] = field(default_factory=partial(deque, maxlen=_PAUSE))  # of the steps since the last trial
     pace: float | None = None  # the median of the last when the present trial began; None: the trial of the first tree
     used: dict[Tree, int] = field(default_factory=dict)  # the step of the last use of each tree
-    num_copied: Counter[Tree] = field(default_factory=Counter)  # steps of each tree of copies
+    # How often each tree had so many nodes of late, decaying.
+    weights: defaultdict[Tree, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     node_cost: float | None = None  # of these durations, once somebody has asked
 
 
@@ -230,7 +230,6 @@ class Sizer:
         weights = {False: 8.0, True: 0.6} if self._tries else {False: 16.0, True: 16.0}
         self._seen = {is_copies: _Acceptance(weight, prior=weight) for is_copies, weight in weights.items()}
         self._copy_gain = _COPY_GAIN
-        self._num_full = 0  # accepted tokens of full drafts since the last miss
         self._present = MeasuredTree(*PLAIN, 1.0, 1.0)
 
     def _rate(self, choice: MeasuredTree) -> float:
@@ -273,9 +272,6 @@ class Sizer:
             self._time(tree, seconds, num_nodes)
             self._count_copies(tree, num_accepted, num_nodes)
         if not tree.is_plain and num_accepted:
-            least = min(num_accepted)
-            is_full = not tree.is_copies and (least > tree.draft_length or least == tree.tree_size - 1)
-            self._num_full = self._num_full + least if is_full else 0
             expected = len(num_accepted) * (self._present.tokens_per_step - 1.0)
             self._seen[tree.is_copies].add(sum(num_accepted), expected, len(num_accepted))
 
@@ -306,19 +302,20 @@ class Sizer:
             self._copy_gain = min(self._copy_gain * (1 - 1 / _AVERAGED) + gain, _MOST_COPY_GAIN)
 
     def _cost(self, tree: Tree, num_nodes: int) -> float:
-        """Plain steps that the nodes of a tree of copies cost beyond the root; 0 before a plain step was measured."""
+        """Plain steps that the nodes of a tree cost beyond the root; 0 before a plain step was measured."""
         durations = self._times[self._rows].durations
         plain = durations.get((tree, 1)) or durations.get((PLAIN, 1))
         return max(median(durations[tree, num_nodes]) / median(plain) - 1, 0.0) if plain else 0.0
 
     @property
     def node_cost(self) -> float:
-        """Plain steps that one more node of a tree of copies costs at the present number of rows; 0: not measured."""
+        """Plain steps that one more node of a tree costs at the present number of rows; 0: not measured."""
         if (times := self._times.get(self._rows)) is None:
             return 0.0
         if times.node_cost is None:
-            measured = [each for each, own in times.durations.items() if own and each[0].is_copies]
-            costs = [self._cost(tree, nodes) / (nodes - 1) for tree, nodes in measured if nodes > 1]
+            measured = [each for each, own in times.durations.items() if own and each[1] > 1]
+            copies = [each for each in measured if each[0].is_copies]  # whose drafts cost nothing
+            costs = [self._cost(tree, nodes) / (nodes - 1) for tree, nodes in copies or measured]
             times.node_cost = median(costs) if costs else 0.0
         return times.node_cost
 
@@ -342,8 +339,7 @@ class Sizer:
         if not self._is_live:
             return None
         times, choices = self._times[self._rows], self._table[self._rows]
-        is_sign = self._num_full >= _COPY_SIGN and self._num_steps - times.used.get(COPIES, -_AVERAGED) > _AVERAGED
-        if COPIES in self._tries and (is_sign or (self._plans and not choices)):
+        if COPIES in self._tries and self._plans and not choices:
             return COPIES
         kinds = {tree.kind for tree in choices}
         # Behind a first trial of drafts comes plain decoding at once, the measure of all.
@@ -374,16 +370,15 @@ class Sizer:
             durations.append(seconds / times.pace)
             times.node_cost = None
         else:
-            if not durations or (tree.is_copies and times.paces and len(durations) < _TIMES):
+            if not durations or (times.paces and len(durations) < _TIMES):
                 durations.append(seconds / median(list(times.paces)[-_TRIAL_STEPS:] or [times.pace or seconds]))
                 times.node_cost = None
             times.paces.append(seconds / median(durations))
-        cost, before = median(durations), choices.get(tree)
-        if tree.is_copies:
-            times.num_copied[tree] += 1
-            mean = cost if before is None else before.step_seconds
-            cost = mean + (cost - mean) / min(times.num_copied[tree], _AVERAGED)
-        choices[tree] = replace(before or self._tries[tree], step_seconds=cost)
+        kept = {nodes: weight * (1 - 1 / _AVERAGED) for nodes, weight in times.weights[tree].items()}
+        times.weights[tree] = weights = {**kept, num_nodes: kept.get(num_nodes, 0.0) + 1.0}
+        measured = {nodes: weight for nodes, weight in weights.items() if times.durations[tree, nodes]}
+        cost = sum(weight * median(times.durations[tree, nodes]) for nodes, weight in measured.items())
+        choices[tree] = replace(choices.get(tree) or self._tries[tree], step_seconds=cost / sum(measured.values()))
 
 
 def trees_to_try(own: Tree, *, copying: bool, is_drafter: bool) -> dict[Tree, float]:

@@ -119,7 +119,7 @@ class Search(_Structure):
         ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
         ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", _long),
         ("token", _address), ("parent", _address), ("score", _address),
-        ("sampling", ctypes.POINTER(Sampling)), ("noise_weight", _float),
+        ("sampling", ctypes.POINTER(Sampling)), ("noise_weight", _float), ("least", _float),
     ]  # fmt: skip
 
 

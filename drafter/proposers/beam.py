@@ -152,7 +152,7 @@ class BeamProposer(Proposer):
         if rows.prediction_BP is not None:
             noise = None  # the search counts the noise's places from the beginning of the text
         token_BM = torch.zeros(num_rows, sum(self.level_sizes), dtype=torch.int64)
-        parent_BM, score_BM = torch.zeros_like(token_BM), torch.zeros(token_BM.shape)
+        parent_BM, score_BM = torch.zeros_like(token_BM), torch.full(token_BM.shape, -torch.inf)
         sampling = None if noise is None else ctypes.pointer(native.Sampling.of(rows.warp, noise.seed_B))
         weight = self._drafting.noise_weight if self._drafting.coupled else 0.0
         native.search(
@@ -160,7 +160,7 @@ class BeamProposer(Proposer):
             native.Search(
                 num_rows, self.width, self.length, self.max_depth, root_B.data_ptr(), position_B.data_ptr(),
                 hidden_BD.data_ptr(), history_BS.data_ptr(), history_BS.stride(0), token_BM.data_ptr(),
-                parent_BM.data_ptr(), score_BM.data_ptr(), sampling, weight,
+                parent_BM.data_ptr(), score_BM.data_ptr(), sampling, weight, self.least_score,
             ),
         )  # fmt: skip
         return NodeList(token_BM, parent_BM, score_BM)

@@ -119,15 +119,10 @@ class LookupProposer(Proposer):
         num_nodes = drafting.tree_size if device.type != "cpu" else max(drafting.tree_size, drafting.lookup_length + 1)
         self.length = min(drafting.lookup_length, num_nodes - 1)
         super().__init__((self.num_matches,) * self.length, num_nodes)
-        self._least_probability = drafting.least_probability
+        self.least_probability = drafting.least_probability
         self.expect_cost(0.0)
         # Index n - 1 for a match of n tokens; the last entry holds for all longer matches.
         self._odds_X = torch.tensor(_ODDS, device=device)
-
-    def expect_cost(self, plain_steps: float) -> None:
-        self.node_cost = min(plain_steps, 1.0)
-        least = max(self._least_probability, self.node_cost)
-        self.least_score = math.log(least) if least else -math.inf
 
     def draft(self, rows: RowState, noise: Noise | None = None) -> NodeList | None:
         """Place l * W + w holds token l of match w, and no node where an earlier match proposes the same tokens."""

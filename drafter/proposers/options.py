@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drafter.models.drafter import RecurrentDrafter
     from drafter.targets.target import Target
 
-COPY_DEPTH = 10  # greatest depth of copied nodes after the last drafting step
+COPY_DEPTH = 15  # greatest depth of copied nodes after the last drafting step
 
 
 class Way(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from drafter.engine.engine import Engine
 from drafter.engine.settings import EngineConfig, EngineOptions, Plan, resolve
-from drafter.engine.tuned import COPIES, PLAIN, Tree
+from drafter.engine.tuned import COPIES, DRAFTS, PLAIN, Tree
 from drafter.proposers.options import METHODS, Way
 from drafter.runtimes.base import Traits
 from drafter.runtimes.torch.runtime import TorchRuntime
@@ -35,8 +35,8 @@ def on(device: str, models: str, **given: Any) -> Plan:
     [
         # method: (W, L, N); trees to try, or rows above which decoding is plain
         ("cpu", "", {}, ("lookup", None, 8, [PLAIN, COPIES])),
-        ("cpu", "drafter", {}, ("drafter", (4, 3), 8, [PLAIN, COPIES, Tree(2, 2, 4)])),
-        ("cpu", "drafter", {"copying": False}, ("drafter", (4, 3), 8, [PLAIN, Tree(2, 2, 4)])),
+        ("cpu", "drafter", {}, ("drafter", (3, 3), 12, [PLAIN, COPIES, DRAFTS])),
+        ("cpu", "drafter", {"copying": False}, ("drafter", (3, 3), 12, [PLAIN, DRAFTS])),
         ("cpu", "draft-model", {}, ("draft-model", None, 6, [PLAIN, COPIES, Tree(1, 5, 6)])),
         ("cpu", "draft-model", {"num_speculative_tokens": 5}, ("draft-model", None, 6, None)),
         ("cuda", "", {}, ("none", None, 1, None)),
@@ -48,7 +48,7 @@ def on(device: str, models: str, **given: Any) -> Plan:
         ("cpu", "drafter", {"tree_size": 3}, ("drafter", (4, 2), 3, None)),
         ("cpu", "drafter", {"beam_width": 2, "copying": False}, ("drafter", (2, 3), 7, None)),
         ("cpu", "drafter", {"method": "lookup", "tree_size": 5}, ("lookup", None, 5, None)),
-        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (4, 3), 8, [PLAIN, COPIES, Tree(2, 2, 4)])),
+        ("cpu", "drafter draft-model", {"method": "drafter"}, ("drafter", (3, 3), 12, [PLAIN, COPIES, DRAFTS])),
     ],
 )
 def test_the_choice(device: str, models: str, given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
@@ -70,7 +70,7 @@ def test_few_cheap_tokens_refuse_no_tree_that_was_asked_for(monkeypatch: pytest.
 
 
 def test_the_reason_says_what_was_given() -> None:
-    trees = "drafter, W 4 L 3 N 8, a smaller tree, copies alone or plain, whatever is fastest while it runs"
+    trees = "drafter, W 3 L 3 N 12, a smaller tree, copies alone or plain, whatever is fastest while it runs"
     for given, reason in (
         ({"max_num_seqs": 2}, f"{trees}; nothing was measured (`drafter tune` measures)"),
         ({"tree_size": 6}, "drafter, W 4 L 3 N 6"),
@@ -89,7 +89,7 @@ def test_the_reason_says_what_was_given() -> None:
         (None, OF_NINE | {"tree_size": 3}, "--draft-length 4 is deeper than trees of"),
         (None, {"tree_size": 1}, "--tree-size is 1 but must be an integer from 2 to 1024 .--method none decodes"),
         (None, {"method": "magic"}, "--method is 'magic'"),
-        ("drafter", {"tree_size": 24}, "--tree-size 24: .* at most 20 nodes"),
+        ("drafter", {"tree_size": 26}, "--tree-size 26: .* at most 25 nodes"),
         ("", {"beam_width": 4}, "--beam-width 4 is for --method drafter, and --method lookup does not read it"),
         ("", {"tuned": "t.json"}, "--tuned t.json sizes the trees of a drafter: give --drafter"),
     ],

@@ -16,7 +16,7 @@ from drafter.engine import tuned
 from drafter.engine.engine import Engine
 from drafter.engine.request import RequestOptions
 from drafter.engine.settings import EngineConfig, resolve
-from drafter.engine.tuned import COPIES, MANY_COPIES, PLAIN, MeasuredTree, RowPlan, Sizer, Tree, TunedSizes
+from drafter.engine.tuned import COPIES, DRAFTS, MANY_COPIES, PLAIN, MeasuredTree, RowPlan, Sizer, Tree, TunedSizes
 from drafter.models.drafter import RecurrentDrafter
 from drafter.runtimes.torch.runtime import TorchRuntime
 from tests.engine.drafters import prompts_for, shared_target, trained_drafter
@@ -153,8 +153,9 @@ def _drive(
 
 
 TWO, FOUR, EIGHT = Tree(1, 1, 2), Tree(2, 2, 4), Tree(4, 3, 8)
+TREES = {FOUR: 1.9, PLAIN: 1.0, **tuned.LIVE_COPIES, TWO: 1.5, EIGHT: 2.3}
 VAIN_COPIES = {COPIES: 1.05, MANY_COPIES: 1.05}  # nothing is copied
-KEPT = {tree: number - 1 for tree, number in tuned.LIVE_TREES.items() if tree not in VAIN_COPIES}
+KEPT = {tree: number - 1 for tree, number in TREES.items() if tree not in VAIN_COPIES}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_without_measurements_the_fastest_steps_win_and_cost_no_more_than_plain_
     seconds: tuple[float, ...], wanted: Tree
 ) -> None:
     seconds_of = dict(zip((PLAIN, TWO, FOUR, EIGHT), seconds, strict=True)) | VAIN_COPIES
-    sizer = Sizer(tries=tuned.LIVE_TREES)
+    sizer = Sizer(tries=TREES)
     seen = _drive(sizer, 4000, KEPT, seconds_of)
     assert {PLAIN, FOUR, COPIES} <= set(seen[:40])
     assert (EIGHT in seen) == (wanted == EIGHT), "no step of a tree that cannot pay"
@@ -186,7 +187,7 @@ def test_without_measurements_the_fastest_steps_win_and_cost_no_more_than_plain_
 
 def test_slow_first_steps_and_a_drift_are_not_blamed_on_the_trees_that_had_them() -> None:
     seconds_of = dict(zip((PLAIN, TWO, FOUR, EIGHT), (1.0, 1.1, 1.2, 1.3), strict=True)) | VAIN_COPIES
-    sizer = Sizer(tries=tuned.LIVE_TREES)
+    sizer = Sizer(tries=TREES)
     seen = _drive(sizer, 300, KEPT, seconds_of, lambda step: (1 + 2 ** -(step / 3)) * 1.001**step)
     assert Counter(seen[80:])[EIGHT] / len(seen[80:]) > 0.9
 
@@ -229,7 +230,7 @@ def test_an_edit_is_about_as_fast_as_with_copies_alone(plans: tuple[RowPlan, ...
 
 
 def test_many_rows_begin_with_plain_decoding_and_a_trial_that_loses_by_far_ends_at_its_first_step() -> None:
-    sizer, seen = Sizer(tries=tuned.LIVE_TREES), []
+    sizer, seen = Sizer(tries=TREES), []
     for _ in range(80):
         seen.append(tree := sizer.choose(8))
         sizer.observe([0] * 8, 1 + 0.8 * (tree.tree_size - 1), tree.tree_size)
@@ -239,7 +240,7 @@ def test_many_rows_begin_with_plain_decoding_and_a_trial_that_loses_by_far_ends_
 
 def test_a_first_copy_that_costs_much_makes_no_drafts_look_cheap() -> None:
     """Steps behind a trial that ended at once are measured in the pace of before the trial."""
-    sizer, seen = Sizer(tries=tuned.LIVE_TREES), []
+    sizer, seen = Sizer(tries=TREES), []
     for step in range(400):
         tree = sizer.choose(1)
         num_nodes = 1 if tree.is_copies and COPIES in seen else tree.tree_size  # the first tree of copies is full
@@ -265,7 +266,7 @@ def test_copies_wait_for_something_to_copy_at_the_cost_of_plain_decoding() -> No
 def test_an_engine_on_a_cpu_sizes_its_trees_by_its_own_steps_and_changes_no_token() -> None:
     engine = Engine(shared_target(), trained_drafter(), EngineConfig(max_num_seqs=2))
     assert_lossless(engine, requests(12, seed=3))
-    assert isinstance(engine._sizer, Sizer) and {PLAIN, FOUR, COPIES} <= set(engine._sizer._times[2].used)
+    assert isinstance(engine._sizer, Sizer) and {PLAIN, DRAFTS, COPIES} <= set(engine._sizer._times[2].used)
     assert "plain" in engine.what_ran() and not engine.what_ran(), "the steps since the last call"
 
 

@@ -139,7 +139,7 @@ struct Drafter {       // the recurrent draft head (drafter/models/drafter.py)
   const Matrix* embedding_matrix;
   float embedding_matrix_scale;
 };
-constexpr int MOST_MATCH = 8, MOST_BEAMS = 64;
+constexpr int MOST_MATCH = 32, MOST_BEAMS = 64;
 struct Sampling {      // of rows [B]; a row with temperature 0 samples nothing
   const float* temperature; const int64_t* top_k; const float *top_p, *min_p;  // off: 0, 1, 0
   const int64_t* seed;
@@ -152,4 +152,5 @@ struct Search {        // for rows 0 .. num_rows - 1: W beams for L steps, then 
   int64_t *token, *parent; float* score;        // [B, width * length + depth - length]; parent -1: the root
   const Sampling* sampling;                     // null: no row samples
   float noise_weight;                           // of the noise of the target's picks, in rows that sample
+  float least;                                  // score below which no node is of use; -inf: all nodes are
 };

@@ -29,18 +29,16 @@ static float log_sum(const float* v, int R) {  // of exponentials
 }
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 static float log_add(float a, float b) {
-  const float top = a > b ? a : b;
-  return top == -INFINITY ? top : top + logf(expf(a - top) + expf(b - top));
+  const float top = bigger(a, b); return top == -INFINITY ? top : top + logf(expf(a - top) + expf(b - top));
 }
 
 // Earlier occurrences of a beam's last tokens: the length of the match that ends at each position before the root's.
 struct Matches {
-  static void begin(const int64_t* text, long root, uint8_t* length) {
-    for (long s = 0; s < root; s++) {
-      int n = 0;
-      while (n < MOST_MATCH && s - n >= 0 && text[s - n] == text[root - n]) n++;
-      length[s] = n;
-    }
+  static void begin(const int64_t* text, long root, uint8_t* length, const float* log_odds, float& odds) {
+    for (long s = 0; s < root; s++)
+      for (length[s] = 0; length[s] < MOST_MATCH && s >= length[s] && text[s - length[s]] == text[root - length[s]];)
+        length[s]++;
+    named(text, root, length, log_odds, odds);
   }
   static void follow(const int64_t* text, long root, const uint8_t* before, int64_t token, uint8_t* length) {
     for (long s = 0; s < root; s++) length[s] = text[s] == token ? lesser(MOST_MATCH, (s ? before[s - 1] : 0) + 1) : 0;
@@ -64,7 +62,7 @@ struct Beam { int64_t token, named; float total, named_value; Best best; };
 struct Side { Beam* beams; float* states; uint8_t* lengths; };
 struct SearchCall {
   const Drafter& d; const Search& s; Side sides[2];
-  float *streams, *logits, *noise; long most_text; const Work *first, *later;
+  float *streams, *logits, *noise; long most_text; const Work *first, *later; mutable bool over[33] = {};
   int num_nodes() const { return s.width * s.length + s.depth - s.length; }
   const int64_t* text(int row) const { return s.text + row * s.text_stride; }
 
@@ -96,10 +94,8 @@ struct SearchCall {
   void network(Step& step, const Work& w, const Side& side, int each) const {  // logits and new states
     const int D = d.hidden_size, E = 2 * D;
     auto product = [&](const Matrix& m, float* to) { const Product p{&m, to}; multiply(step, w, &p, 1, m.outputs); };
-    auto narrow = [&](const Matrix& m, const Matrix* consumer) {  // a product whose outputs are the next inputs
-      product(m, w.y);
-      input(step, w, w.y, m.outputs, *consumer);
-    };
+    // A product whose outputs are the next inputs.
+    auto narrow = [&](const Matrix& m, const Matrix* next) { product(m, w.y); input(step, w, w.y, m.outputs, *next); };
     share_ranges(step, w, E, GROUP, [&](const Range& r) { embed(w, side, r); });
     product(d.cell, w.y);
     share_ranges(step, w, E, GROUP, [&](const Range& r) {
@@ -130,8 +126,7 @@ struct SearchCall {
   bool has_noise(int row) const { return s.noise_weight > 0 && is_sampled(s.sampling, row); }
   uint64_t stream(int row, int at) const { return stream_start(s.sampling->seed[row], s.position[row] + at + 1, 0); }
   float noise_of(int row, int step, int64_t token) const {
-    float g[WORDS];
-    gumbel(stream(row, step), &token, 0, 1, g);
+    float g[WORDS]; gumbel(stream(row, step), &token, 0, 1, g);
     return s.noise_weight * g[0];
   }
   void make_noise(int row, int step, long piece) const {  // of the draft vocabulary, for all beams of a row
@@ -165,8 +160,8 @@ struct SearchCall {
     find_best(v, R, s.width, b.best);
     for (int w = 0; w < s.width; w++) b.best.value[w] -= total;
   }
-  void put(long node, int64_t token, float score, int64_t parent) const {
-    s.token[node] = token; s.score[node] = score; s.parent[node] = parent;
+  void put(long n, int64_t token, float score, int64_t parent) const {
+    s.token[n] = token; s.score[n] = score; s.parent[n] = parent;
   }
   void choose(int step, int row, int each, const Side& from, const Side& to) const {  // the W best children of a row
     const int W = s.width, out = step * W; int next[MOST_BEAMS] = {0}; bool has_copied[MOST_BEAMS] = {false};
@@ -192,44 +187,49 @@ struct SearchCall {
       put(nodes + out + w, b.token, most, step ? out - W + parent : -1);
     }
   }
-  void copy_on(int row, const Side& side, uint8_t* spare) const {  // named tokens alone lengthen the best beam
-    const long nodes = (long)row * num_nodes(), best = (long)row * s.width;
+  void copy_on(int row, int first, const Side& side, uint8_t* spare) const {  // named tokens alone lengthen a beam
+    const long nodes = (long)row * num_nodes(), best = (long)row * (first ? s.width : 1);
     uint8_t *now = side.lengths + best * most_text, *next = spare; float total = side.beams[best].total;
-    for (int step = s.length, at = s.width * s.length; step < s.depth; step++, at++) {
+    for (int step = first, parent = first * s.width - s.width, at; step < s.depth; step++, parent = at) {
+      at = step < s.length ? step * s.width : s.width * s.length + step - s.length;
       float odds = -INFINITY; int64_t token = 0;
       if (d.copies && total > -INFINITY) token = Matches::named(text(row), s.position[row], now, d.log_odds, odds);
       // With noise g, the chance that log(share) + g exceeds the largest of many others: _rank_copies of beam.py.
       const float value = has_noise(row) ? -expf(-odds - noise_of(row, step, token)) : -softplus(-odds);
       total = odds > -INFINITY ? total + value : -INFINITY;
-      put(nodes + at, token, total, step == s.length ? at - s.width : at - 1);
-      if (total > -INFINITY) {
-        Matches::follow(text(row), s.position[row], now, token, next);
-        uint8_t* old = now; now = next; next = old;
-      }
+      put(nodes + at, token, total, step ? parent : -1);
+      if (total > -INFINITY) { Matches::follow(text(row), s.position[row], now, token, next); std::swap(now, next); }
     }
+  }
+  // Whether no row goes on after so many drafting steps; kept, because a late thread asks when the beams have changed.
+  template <class T> bool is_over(Step& step, int steps, T test) const {
+    step.share(1, 1, [&](int) { over[steps] = true; for (int b = 0; b < s.num_rows; b++) over[steps] &= test(b); });
+    return over[steps];
   }
   void run(Step& step) const {
     Flush flush;
     step.share(s.num_rows, 1, [&](int b) {
-      sides[0].beams[b].token = s.root[b]; sides[0].beams[b].total = 0;
+      float odds = -INFINITY; Beam& root = sides[0].beams[b]; root.token = s.root[b]; root.total = 0;
       memset(sides[0].states + (long)b * d.hidden_size, 0, 4l * d.hidden_size);
-      if (d.copies) Matches::begin(text(b), s.position[b], sides[0].lengths + b * most_text);
+      if (d.copies) Matches::begin(text(b), s.position[b], sides[0].lengths + b * most_text, d.log_odds, odds);
+      root.named_value = has_noise(b) ? 0 : -softplus(odds);  // for now, of all other tokens
     });
+    if (is_over(step, 0, [&](int b) { return sides[0].beams[b].named_value < s.least; }))  // copies are sure
+      return step.share(s.num_rows, 1, [&](int b) { copy_on(b, 0, sides[0], sides[1].lengths + b * most_text); });
     for (int i = 0; i < s.length; i++) {
       const int each = i ? s.width : 1; const Side &from = sides[i % 2], &to = sides[1 - i % 2];
-      const Work& w = i ? *later : *first;
-      network(step, w, from, each);
+      const Work& w = i ? *later : *first; network(step, w, from, each);
       if (s.sampling) {
         const long pieces = (d.num_tokens + PIECE - 1) / PIECE;
-        step.share(s.num_rows * pieces, 1, [&](int j) {
-          if (has_noise(j / pieces)) make_noise(j / pieces, i, j % pieces);
-        });
+        auto make = [&](int j) { if (has_noise(j / pieces)) make_noise(j / pieces, i, j % pieces); };
+        step.share(s.num_rows * pieces, 1, make);
       }
       step.share(w.N, 1, [&](int n) { rank(from, n, n / each, i); });
       step.share(s.num_rows, 1, [&](int b) { choose(i, b, each, from, to); });
+      if (is_over(step, i + 1, [&](int b) { return !(to.beams[b * s.width].total > s.least); })) return;
     }
     const Side &last = sides[s.length % 2], &other = sides[1 - s.length % 2];
-    step.share(s.num_rows, 1, [&](int b) { copy_on(b, last, other.lengths + (long)b * s.width * most_text); });
+    step.share(s.num_rows, 1, [&](int b) { copy_on(b, s.length, last, other.lengths + b * most_text); });
   }
 };
 static void search(const Drafter& d, const Search& s) {
