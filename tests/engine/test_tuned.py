@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -205,28 +205,6 @@ def test_copies_alone_win_where_trees_do_not_pay_whatever_the_file_says() -> Non
         seen.append(tree)
     assert set(seen[:12]) == {COPIES} and sum(tree.is_copies for tree in seen[100:]) > 450
     assert sizer.loss(PLAIN) > 0.5
-
-
-@pytest.mark.parametrize("plans", [(), (RowPlan(1, (MeasuredTree(*PLAIN, 1.0, 0.02),)),)], ids=["untuned", "plain"])
-def test_an_edit_is_about_as_fast_as_with_copies_alone(plans: tuple[RowPlan, ...]) -> None:
-    """Copies of ten tokens at 19 of 20 steps, and a drafter that drafts nothing else."""
-
-    def seconds(sizer: Sizer) -> float:
-        num_tokens, time = 0, 0.0
-        for step in count():
-            tree = sizer.choose(1)
-            is_match = not tree.is_plain and step % 20 > 0
-            num_nodes = 17 if tree.is_copies and is_match else 1 if tree.is_copies else tree.tree_size
-            kept = min(10, num_nodes - 1) if is_match else 0
-            took = 0.1 * (1 + 0.06 * (num_nodes - 1) + 0.2 * (tree.draft_length > 0 and not tree.is_plain))
-            sizer.observe([kept], took, num_nodes)
-            num_tokens, time = num_tokens + kept + 1, time + took
-            if num_tokens > 500:
-                return time
-        raise AssertionError
-
-    alone = seconds(Sizer(tries=tuned.LIVE_COPIES))
-    assert seconds(Sizer(plans, tuned.trees_to_try(EIGHT, copying=True, is_drafter=True))) < 1.1 * alone
 
 
 def test_many_rows_begin_with_plain_decoding_and_a_trial_that_loses_by_far_ends_at_its_first_step() -> None:
