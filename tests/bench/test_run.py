@@ -120,7 +120,8 @@ def test_a_tuned_method_goes_by_its_file(tmp_path: Path, models: LoadedModels, m
     models.drafter.name_or_path = str(tmp_path)
     run_benchmark(tuned, models, tmp_path / "r.jsonl")
     record = read_results([tmp_path / "r.jsonl"])[1]
-    assert record["identical"]["num_identical"] == 3 and record["settings"]["tuned"] == "tuned.json"
+    assert record["identical"]["num_identical"] == 3 and "1: W 16 L 2 N 24" in record["settings"]["reason"]
+    assert record["settings"]["tuned"] == "tuned.json"
     assert str(tmp_path) not in json.dumps(record["settings"])  # no paths of this machine
     assert run_benchmark(tuned, models, tmp_path / "r.jsonl") == 0
     write(Tree(8, 2, 12))

@@ -194,7 +194,7 @@ def paths_in(drafted, proposer, row):
 @pytest.mark.skipif(native.library() is None, reason="the native step was not built")
 @pytest.mark.parametrize("copying", [False, True])
 def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying):
-    """Weights of 8 bits move scores by hundredths and may swap near equals and chains; noise by more than 1."""
+    """Weights of 8 bits move scores by hundredths and may swap near equals; noise moves them by more than 1."""
     num_nodes, gaps = [0, 0], []
     for number in range(100):
         case = Case(number)
@@ -206,10 +206,11 @@ def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying):
         found, expected = (each.draft(case.rows, case.noise) for each in (packed, plain))
         for row in range(case.num_rows):
             ours, theirs = (paths_in(nodes, plain, row) for nodes in (found, expected))
+            theirs = {path: score for path, score in theirs.items() if len(path) <= 10}  # one swap moves a whole chain
             common = ours.keys() & theirs.keys()
             num_nodes = [num_nodes[0] + len(theirs), num_nodes[1] + len(common)]
             gaps += [abs(ours[path] - theirs[path]) for path in common]
-    assert num_nodes[1] > 0.96 * num_nodes[0] and sorted(gaps)[len(gaps) // 2] < 0.05, (num_nodes, sorted(gaps))
+    assert num_nodes[1] > 0.97 * num_nodes[0] and sorted(gaps)[len(gaps) // 2] < 0.05, (num_nodes, sorted(gaps))
 
 
 @pytest.mark.skipif(native.library() is None, reason="the native step was not built")
