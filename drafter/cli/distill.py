@@ -24,8 +24,8 @@ class DistillOptions(Options, RowOptions, AnswerSettings, EngineOptions, Cluster
     Answers are appended to --out as they are finished; the same command continues a run that was interrupted.
 
     Attributes:
-        prompts: file of prompts, hub data set, or magpie: the target invents prompts (default: about 100 prompts that
-            come with the package)
+        prompts: file of prompts (`text` rows get no chat template), hub data set, or magpie: the target invents prompts
+            (default: about 100 prompts that come with the package)
         num_prompts: largest number of prompts; for magpie: prompts to invent before the first answer
         exclude: file of prompts that must not be answered, such as the prompts of an evaluation
         out: .jsonl file of the answers

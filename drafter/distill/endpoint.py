@@ -35,8 +35,10 @@ class Endpoint(Client):
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """The row of each wanted answer in order of arrival; None where the server refused the prompt.
 
-        OSError: the server is unusable: address, model, key, unknown tokens, or no answer after all retries.
+        OSError: the server is unusable: address, model, key, unknown tokens, or no answer. ValueError: a plain text.
         """
+        if where := next((item.prompt.where for item in wanted if item.prompt.text is not None), None):
+            raise ValueError(f"{where}: plain text needs --target without --endpoint, or --column prompt=text")
         stop, is_told = threading.Event(), False
         # The pool's threads are daemons: Ctrl-C does not wait for running requests.
         pool = ThreadPool(max(1, min(self.concurrency, len(wanted))))

@@ -22,16 +22,15 @@ EXCLUDED = "prompts left out: on the excluded list"
 _OVERLAP_WORDS = 13  # two texts that share a run of this many words count as the same material
 
 
-def _word_runs(messages: Iterable[Mapping[str, str]]) -> set[tuple[str, ...]]:
-    """All runs of 13 words of each turn, or all words of a shorter one.
+def _word_runs(messages: Iterable[Mapping[str, str]], text: str | None) -> set[tuple[str, ...]]:
+    """All runs of 13 words of each turn and of a plain text, or all words of a shorter one.
 
     System turns are left out: one system message may precede any number of unrelated prompts.
     """
-    found: set[tuple[str, ...]] = set()
-    for message in messages:
-        words = re.findall(r"\w+", message["content"].casefold()) if message["role"] != "system" else []
-        found.update(tuple(words[i : i + _OVERLAP_WORDS]) for i in range(max(1, len(words) - _OVERLAP_WORDS + 1)))
-    return found - {()}
+    turns = [text or "", *(message["content"] for message in messages if message["role"] != "system")]
+    of_turns = (re.findall(r"\w+", turn.casefold()) for turn in turns)
+    runs = (words[i : i + _OVERLAP_WORDS] for words in of_turns for i in range(max(1, len(words) - _OVERLAP_WORDS + 1)))
+    return {*map(tuple, runs)} - {()}
 
 
 def select_prompts(
@@ -42,7 +41,8 @@ def select_prompts(
     exclude: str | Path | None = None,
 ) -> "tuple[list[Row], Counter[str]]":
     """The prompts of a file or hub data set, each conversation up to its last user turn, and counts of the prompts left
-    out by reason. Repeated prompts are left out. A row without an id of its own gets a hash of its messages.
+    out by reason. A plain text is a prompt without chat template. Repeated prompts are left out. A row without an id of
+    its own gets a hash of its messages.
 
     Args:
         name, columns: see :func:`drafter.data.formats.read_rows`.
@@ -57,22 +57,20 @@ def select_prompts(
 
     excluded: set[tuple[str, ...]] = set()
     for row in () if exclude is None else read_rows(exclude):
-        excluded |= _word_runs(row.messages or [{"role": "user", "content": row.text or ""}])
+        excluded |= _word_runs(row.messages, row.text)
     found: dict[str, Row] = {}
     seen: set[str] = set()
     left_out = Counter[str]()
     for row in read_rows(name, columns=columns):
         if limit is not None and len(found) == limit:
             break
-        if row.text is not None:
-            raise ValueError(f"{row.where}: plain text is no prompt; name the key with --column, such as prompt=text")
-        if not row.messages:
-            raise ValueError(f"{row.where}: token ids are no prompt; the row needs messages too")
-        asked: Any = [row.prompt, row.tools] if row.tools else row.prompt
+        if not row.messages and row.text is None:
+            raise ValueError(f"{row.where}: token ids are no prompt; the row needs messages or text too")
+        asked: Any = row.text or ([row.prompt, row.tools] if row.tools else row.prompt)
         digest = hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
         if digest in seen:
             left_out["repeated prompts left out"] += 1
-        elif not excluded.isdisjoint(_word_runs(row.prompt)):
+        elif not excluded.isdisjoint(_word_runs(row.prompt, row.text)):
             left_out[EXCLUDED] += 1
         else:
             key = row.id or digest
@@ -145,13 +143,14 @@ def derive_seed(*key: int | str) -> int:
 
 def row_of(wanted: WantedAnswer, answer: "Request | Reply", num_tokens: int = 0) -> dict[str, Any]:
     """The row to write, with the tokens of prompt and answer; ``num_tokens``: of a server that gives no tokens."""
-    row = {
+    text, turns = wanted.prompt.text, [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}]
+    row: dict[str, Any] = {
         "id": wanted.prompt.id,
         "answer": wanted.number,
         "temperature": wanted.params.temperature,
         "finish_reason": "length" if answer.finish_reason == "length" else "stop",
         "num_tokens": len(answer.token_ids) or num_tokens,
-        "messages": [*wanted.prompt.messages, {"role": "assistant", "content": answer.text}],
+        **({"messages": turns} if text is None else {"text": text + answer.text}),
     }
     if wanted.prompt.tools:
         row["tools"] = list(wanted.prompt.tools)

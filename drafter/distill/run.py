@@ -81,7 +81,8 @@ class EngineAnswerer:
     def answer(self, wanted: Sequence[WantedAnswer]) -> AnswerStream:
         """See :class:`Answerer`. The shortest prompts come first: requests of a step are alike."""
         target = self.engine.target
-        texts = target.encode_chats([Chat(item.prompt.messages, item.prompt.tools) for item in wanted])
+        of_chats = iter(target.encode_chats([Chat(each.messages, each.tools) for each, *_ in wanted if each.messages]))
+        texts = [next(of_chats) if each.text is None else target.encode(each.text) for each, *_ in wanted]
         if self.states is not None and wanted:
             self.states.say_size(len(wanted), wanted[0].params.max_new_tokens)
         fitting = []
@@ -149,7 +150,7 @@ def distill(
     rows, left_out = select_prompts(file, columns=columns, limit=num_prompts, exclude=exclude)
     report.notes += left_out
     report.num_prompts, report.num_answers = len(rows), len(rows) * settings.num_answers
-    asked = repr([(row.id, row.messages, row.tools) for row in rows])
+    asked = repr([(row.id, row.text or row.messages, row.tools) for row in rows])
     origin = MAGPIE if prompts == MAGPIE else hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
     recorded = {**asdict(settings), "prompts": origin, **answerer.identity}
     recorded |= {} if exclude is None else {"exclude": exclude}

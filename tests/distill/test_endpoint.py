@@ -140,6 +140,7 @@ def test_refused_prompts_are_counted_and_asked_again(server: FakeServer, prompts
 def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--prompts magpie needs --target"):
         distill(Endpoint(server.url, "m"), "magpie", tmp_path / "o.jsonl", num_prompts=3)
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": "a"}])
     of_server: dict = {"out": tmp_path / "o.jsonl", "endpoint": "http://a"}
     for make, reason in (
         (partial(DistillOptions, out=tmp_path / "o.jsonl"), "no model answers"),
@@ -148,6 +149,7 @@ def test_what_an_endpoint_cannot_do(server: FakeServer, prompts: str, tmp_path: 
         (partial(Endpoint, "file:///etc/passwd", "m"), "must be an http or https address"),
         (partial(Endpoint, "http://me:hush@host", "m"), "^--endpoint holds a user name or a password: [^@]*$"),
         (partial(Endpoint, "http://host", ""), "needs --model"),
+        (partial(run, server, text, tmp_path / "t.jsonl"), "line 1: plain text needs --target without --endpoint"),
     ):
         with pytest.raises(ValueError, match=reason):
             make()

@@ -70,20 +70,22 @@ def test_another_fine_tuning_does_not_continue_a_file(target, prompts: str, tmp_
     assert run(tiny_target(), prompts, tmp_path / "out.jsonl").num_new == 0
 
 
-def test_answers_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
-    report = run(target, prompts, tmp_path / "out.jsonl", max_num_seqs=2)
+def test_answers_to_chats_and_plain_text_are_those_of_the_engine(target, prompts: str, tmp_path: Path) -> None:
+    both = [*map(json.loads, Path(prompts).read_text().splitlines()), {"id": "t4", "text": QUESTIONS[4]}]
+    report = run(target, write_jsonl(tmp_path / "both.jsonl", both), tmp_path / "out.jsonl", max_num_seqs=2)
     rows = rows_of(tmp_path / "out.jsonl")
     engine = Engine(target, None, EngineConfig(method="none"))
     for (number, _), row in rows.items():
         question = QUESTIONS[int(number[1:])]
-        (alone,) = engine.generate([question], SamplingParams(max_new_tokens=8))
-        assert row["messages"] == chat(question, alone.text)
+        (alone,) = engine.generate([question], SamplingParams(max_new_tokens=8), raw=number == "t4")
+        words = {"text": question + alone.text} if number == "t4" else {"messages": chat(question, alone.text)}
+        assert words == {name: row[name] for name in ("messages", "text") if name in row}
         assert row["prompt_token_ids"] == alone.prompt_ids and row["token_ids"] == alone.token_ids
         assert row["finish_reason"] == alone.finish_reason and row["num_tokens"] == len(alone.token_ids)
         assert row["temperature"] == 0.0
-    assert len(rows) == report.num_new == report.num_answers == 5
+    assert len(rows) == report.num_new == report.num_answers == 6
     assert report.num_tokens == sum(row["num_tokens"] for row in rows.values())
-    assert "5 of 5 answers to 5 prompts; new: 5 with" in report.lines()[0]
+    assert "6 of 6 answers to 6 prompts; new: 6 with" in report.lines()[0]
     conversations = list(read_rows(tmp_path / "out.jsonl"))
     assert [row.is_cut for row in conversations] == [row["finish_reason"] == "length" for row in rows.values()]
 

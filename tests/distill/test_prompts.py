@@ -30,21 +30,17 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
     exclude = write_jsonl(tmp_path / "x.jsonl", evaluation)
     questions = ("why IS it so", f"Please: {long}!", "Write a long letter to the mayor.", "t t", "really", "It is", "t")
     rows = [{"messages": [system, *chat(question)]} for question in questions]
-    rows.append({"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]})
+    rows += [{"messages": [{"role": "developer", "content": "Be brief."}, *chat("Why do cats purr?")]}, {"text": long}]
     prompts, left_out = select_prompts(write_jsonl(tmp_path / "p.jsonl", rows), exclude=exclude)
     kept = ["Write a long letter to the mayor.", "t t", "Why do cats purr?"]
-    assert [prompt.messages[-1]["content"] for prompt in prompts] == kept and left_out == {EXCLUDED: 5}
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == kept and left_out == {EXCLUDED: 6}
     with pytest.raises(ValueError, match="no prompt is left .1 are on"):
         select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
 
 
-def test_rows_without_messages_are_no_prompts(tmp_path: Path) -> None:
-    text, ids = ({"text": "abc"}, {"prompt_token_ids": [1], "token_ids": [2]})
-    for row, message in ((text, "plain text is no prompt; name the key with --column"), (ids, "token ids are no prom")):
-        with pytest.raises(ValueError, match=f"line 1: {message}"):
-            select_prompts(write_jsonl(tmp_path / "p.jsonl", [row]))
-    name = write_jsonl(tmp_path / "p.jsonl", [text])
-    assert select_prompts(name, columns={"prompt": "text"})[0][0].messages[0]["content"] == "abc"
+def test_token_ids_are_no_prompts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 1: token ids are no prompt; the row needs messages or text too"):
+        select_prompts(write_jsonl(tmp_path / "p.jsonl", [{"prompt_token_ids": [1], "token_ids": [2]}]))
 
 
 PROMPTS = [Row(id=f"p{number}", messages=tuple(chat(f"Question {number}?"))) for number in range(40)]
