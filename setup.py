@@ -4,6 +4,7 @@ The compiler is $CXX, c++, g++, clang++, or the package `ziglang` where the buil
 installed without the native step, and says so when it runs.
 """
 
+import hashlib
 import os
 import platform
 import shutil
@@ -32,6 +33,12 @@ COMMON = "-O3 -std=c++17 -fPIC -ffp-contract=off -fno-math-errno -pthread -Wall 
 def source_of(name: str) -> str:
     """The file of a part of the library; kernels have one file for all instruction sets."""
     return f"{SOURCES}{'step' if name.startswith('step_') else name}.cpp"
+
+
+def digest_of_sources() -> str:
+    """What drafter/kernels/native.py compares with the sources beside the library, which a `git pull` may change."""
+    files = sorted((*Path(SOURCES).glob("*.h"), *Path(SOURCES).glob("*.cpp")))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
 def compiler() -> list[str]:
@@ -66,6 +73,7 @@ class BuildKernels(build_ext):
         running = {}
         for name in FILES:
             how = [*COMMON.split(), *FLAGS.get(name, "").split(), f"-DSTEP={name.removeprefix('step_')}", *own]
+            how += [f'-DSOURCES="{digest_of_sources()}"'] if name == "library" else []
             running[name] = start([*command, *how, "-c", source_of(name), "-o", str(scratch / f"{name}.o")])
         # An older compiler does not know every instruction set: the library goes without.
         made = [name for name, process in running.items() if process.wait() == 0]

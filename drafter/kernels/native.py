@@ -8,6 +8,7 @@ N tree nodes · L draft length, or moved slots · Z = L + 1 nodes of a path.
 """
 
 import ctypes
+import hashlib
 import sysconfig
 from collections.abc import Sequence
 from functools import cache
@@ -28,6 +29,10 @@ LANES = 16  # outputs of a block; slots of a block of keys
 _int, _long, _float, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class _Structure(ctypes.Structure):
     """A structure of ``layout.h``. ``kept`` holds the memory that its addresses point to."""
 
@@ -40,71 +45,60 @@ class _Structure(ctypes.Structure):
 class Matrix(_Structure):
     """A weight [outputs, inputs] in blocks; ``format`` is an index into FORMATS, -1: there is no such matrix."""
 
-    _fields_ = [
-        ("format", _int), ("outputs", _int), ("inputs", _int), ("is_rounded", _int),
-        ("blocks", _address), ("bias", _address),
-    ]  # fmt: skip
+    _fields_ = [*_all(_int, "format outputs inputs is_rounded"), *_all(_address, "blocks bias")]
 
 
 class Norm(_Structure):
     """A norm over ``size`` numbers at a time."""
 
-    _fields_ = [("kind", _int), ("size", _int), ("epsilon", _float), ("weight", _address), ("bias", _address)]
+    _fields_ = [*_all(_int, "kind size"), ("epsilon", _float), *_all(_address, "weight bias")]
 
 
 class Rotary(_Structure):
     """Cosines and sines of rotations [num_positions, dim / 2]."""
 
-    _fields_ = [("dim", _int), ("num_positions", _int), ("cosine", _address), ("sine", _address)]
+    _fields_ = [*_all(_int, "dim num_positions"), *_all(_address, "cosine sine")]
 
 
 class Layer(_Structure):
     _fields_ = [
-        ("qkv", Matrix * 3), ("up", Matrix * 2), ("output", Matrix), ("down", Matrix),
-        ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
-        ("query", Norm), ("key", Norm), ("rotary", _int), ("window", _int),
+        ("qkv", Matrix * 3), ("up", Matrix * 2), *_all(Matrix, "output down"),
+        *_all(Norm, "before_attention after_attention before_mlp after_mlp query key"), *_all(_int, "rotary window"),
     ]  # fmt: skip
 
 
 class Model(_Structure):
     _fields_ = [
-        ("num_layers", _int), ("hidden_size", _int), ("num_heads", _int), ("num_key_heads", _int),
-        ("head_dim", _int), ("mlp_size", _int), ("vocab_size", _int),
-        ("activation", _int), ("has_gate", _int),
-        ("input_scale", _float), ("attention_scale", _float), ("attention_cap", _float), ("residual_scale", _float),
+        *_all(_int, "num_layers hidden_size num_heads num_key_heads head_dim mlp_size vocab_size activation has_gate"),
+        *_all(_float, "input_scale attention_scale attention_cap residual_scale"),
         ("layers", ctypes.POINTER(Layer)), ("final_norm", Norm), ("head", Matrix),
     ]  # fmt: skip
 
 
 class Cache(_Structure):
     _fields_ = [
-        ("num_rows", _int), ("num_slots", _int), ("spare_slot", _long),
-        ("keys", _address), ("values", _address), ("rotaries", ctypes.POINTER(Rotary)), ("is_half", _int),
+        *_all(_int, "num_rows num_slots"), ("spare_slot", _long), *_all(_address, "keys values"),
+        ("rotaries", ctypes.POINTER(Rotary)), ("is_half", _int),
     ]  # fmt: skip
 
 
 class Tokens(_Structure):
-    _fields_ = [
-        ("num_rows", _int), ("num_tokens", _int), ("first_row", _int),
-        ("slot", _address), ("position", _address), ("ancestor", _address),
-    ]  # fmt: skip
+    _fields_ = [*_all(_int, "num_rows num_tokens first_row"), *_all(_address, "slot position ancestor")]
 
 
 class Drafter(_Structure):
     _fields_ = [
-        ("hidden_size", _int), ("num_blocks", _int), ("num_tokens", _int),
-        ("embedding_scale", _float), ("hidden_scale", _float),
-        ("cell", Matrix), ("down", ctypes.POINTER(Matrix)), ("blocks", ctypes.POINTER(Matrix)),
-        ("head", Matrix), ("rows", Matrix), ("token", _address), ("index", _address), ("log_odds", _address),
-        ("copies", _int), ("embedding", _address), ("embedding_matrix", ctypes.POINTER(Matrix)),
-        ("embedding_matrix_scale", _float),
+        *_all(_int, "hidden_size num_blocks num_tokens"), *_all(_float, "embedding_scale hidden_scale"),
+        ("cell", Matrix), *_all(ctypes.POINTER(Matrix), "down blocks"), *_all(Matrix, "head rows"),
+        *_all(_address, "token index log_odds"), ("copies", _int), ("embedding", _address),
+        ("embedding_matrix", ctypes.POINTER(Matrix)), ("embedding_matrix_scale", _float),
     ]  # fmt: skip
 
 
 class Sampling(_Structure):
     """How rows sample: temperature, top_k, top_p, min_p and seed, each [B]; a row with temperature 0 is greedy."""
 
-    _fields_ = [(name, _address) for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
+    _fields_ = _all(_address, "temperature top_k top_p min_p seed")
 
     @classmethod
     def of(cls, warp: Any, seed_B: Tensor) -> "Any":
@@ -116,10 +110,9 @@ class Sampling(_Structure):
 
 class Search(_Structure):
     _fields_ = [
-        ("num_rows", _int), ("width", _int), ("length", _int), ("depth", _int), ("root", _address),
-        ("position", _address), ("hidden", _address), ("text", _address), ("text_stride", _long),
-        ("token", _address), ("parent", _address), ("score", _address),
-        ("sampling", ctypes.POINTER(Sampling)), ("noise_weight", _float), ("least", _float),
+        *_all(_int, "num_rows width length depth"), *_all(_address, "root position hidden text"),
+        ("text_stride", _long), *_all(_address, "token parent score"), ("sampling", ctypes.POINTER(Sampling)),
+        *_all(_float, "noise_weight least"),
     ]  # fmt: skip
 
 
@@ -134,11 +127,18 @@ _FAULTS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None where the package was installed without a compiler, or the library does not load here."""
+    """The built library; None where the package was installed without a compiler, or the library does not load here.
+    ValueError: the sources beside the library are others than it was built from.
+    """
+    folder = Path(__file__).parent
     try:
-        found = ctypes.CDLL(str(Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"))
+        found = ctypes.CDLL(str(folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"))
     except OSError:  # not there, or built for another system
         return None
+    files = sorted((*folder.glob("csrc/*.h"), *folder.glob("csrc/*.cpp")))  # none in a wheel
+    digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+    if files and (not hasattr(found, "sources") or ctypes.c_char_p.in_dll(found, "sources").value != digest.encode()):
+        raise ValueError("the native step was built from other sources than drafter has now: run pip install again")
     found.matrix_bytes.restype = _long
     found.instructions.restype = ctypes.c_char_p
     found.noise.argtypes = [_int, _int, _long, _long, _address, _address, _address, _long, _address]

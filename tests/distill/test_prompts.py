@@ -18,6 +18,8 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
     assert list(prompts[2].messages) == chat("Three?", "Yes.", "Four?") and left_out.total() == 1
     assert select_prompts(tmp_path / "p.jsonl", limit=2)[0] == prompts[:2]
     assert select_prompts(tmp_path / "p.jsonl")[0] == prompts
+    with pytest.raises(ValueError, match="line 1: token ids are no prompt; the row needs messages or text too"):
+        select_prompts(write_jsonl(tmp_path / "ids.jsonl", [{"prompt_token_ids": [1], "token_ids": [2]}]))
 
 
 def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
@@ -36,11 +38,6 @@ def test_excluded_texts_are_left_out(tmp_path: Path) -> None:
     assert [prompt.messages[-1]["content"] for prompt in prompts] == kept and left_out == {EXCLUDED: 6}
     with pytest.raises(ValueError, match="no prompt is left .1 are on"):
         select_prompts(write_jsonl(tmp_path / "q.jsonl", rows[:1]), exclude=exclude)
-
-
-def test_token_ids_are_no_prompts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: token ids are no prompt; the row needs messages or text too"):
-        select_prompts(write_jsonl(tmp_path / "p.jsonl", [{"prompt_token_ids": [1], "token_ids": [2]}]))
 
 
 PROMPTS = [Row(id=f"p{number}", messages=tuple(chat(f"Question {number}?"))) for number in range(40)]

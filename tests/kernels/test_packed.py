@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +28,7 @@ def test_a_wrong_product_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_packed_model_computes_and_counts_the_same() -> None:
     plain = tiny_target()
     model = copy.deepcopy(plain.model)
-    output = model.get_output_embeddings()
-    assert pack_linears(model, keep=(output,)) > 4
+    assert pack_linears(model, keep=(model.get_output_embeddings(),)) > 4
     assert torch.equal(model.get_output_embeddings().weight, plain.runtime.output_weight_VD)
     token_BT = torch.randint(0, plain.vocab_size, (2, 9))
     with torch.no_grad():
@@ -50,6 +50,9 @@ def test_all_searches_share_one_rounded_copy_until_another_target_comes() -> Non
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
-def test_the_native_step_is_built_where_a_compiler_is() -> None:
+def test_the_native_step_is_built_where_a_compiler_is_from_the_sources_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own tests are skipped without the library, so that a build that fails would show nowhere else."""
-    assert native.library() is not None
+    assert native.library.__wrapped__() is not None
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"changed")
+    with pytest.raises(ValueError, match="built from other sources than drafter has now: run pip install again"):
+        native.library.__wrapped__()

@@ -250,6 +250,7 @@ static void begin_again() { new (&mutex) std::mutex; pool.begin_again(); give_ba
 static const int registered = pthread_atfork(nullptr, nullptr, begin_again);
 
 extern "C" {
+const char* sources = SOURCES;  // their digest (setup.py)
 const char* instructions() { return chosen->name; }
 int use_instructions(const char* name) {
   for (const Choice& c : choices) if (!strcmp(c.name, name) && c.is_here()) { chosen = &c; return 1; }
@@ -312,7 +313,6 @@ void accept_picks(int B, int N, int L, int64_t* token, int64_t* parent, uint8_t*
 int move_slots(const Model* m, const Cache* c, int num_rows, int num, const int64_t* from, const int64_t* to) {
   const long all = (long)num_rows * num;
   if (!are_slots(*c, 0, num_rows, from, all) || !are_slots(*c, 0, num_rows, to, all)) return OUTSIDE;
-  const auto work = c->is_half ? move<uint16_t> : move<float>;
-  return alone([&] { return work(*m, *c, num_rows, num, from, to); });
+  return alone([&] { return (c->is_half ? move<uint16_t> : move<float>)(*m, *c, num_rows, num, from, to); });
 }
 }
