@@ -59,13 +59,13 @@ class MethodSpec(NamedTuple):
         return "draft" in (self.name.removesuffix("-model"), self.speculation)
 
     def plan(self, models: LoadedModels, batch_size: int) -> Plan:
-        """The engine's plan by :func:`resolve`; ValueError: a tuned method without its file of measured sizes."""
+        """The engine's plan, without the prefixes of earlier rounds; ValueError: tuned, without a file of sizes."""
         tuned = NO_FILE
         if self.is_tuned and models.drafter is not None:
             tuned = str(tuned_path(models.drafter.name_or_path))
             if not Path(tuned).is_file():
                 raise ValueError(f"--methods {self.label} needs {tuned}: write it with `drafter tune`")
-        plan = resolve(replace(self.config, max_num_seqs=batch_size, tuned=tuned), *models)
+        plan = resolve(replace(self.config, max_num_seqs=batch_size, tuned=tuned, enable_prefix_caching=False), *models)
         return replace(plan, drafting=replace(plan.drafting, **self.numbers))
 
 

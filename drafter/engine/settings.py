@@ -49,7 +49,7 @@ class EngineConfig(Checked):
         max_num_seqs: prompts that are answered at the same time (default: 8)
         max_model_len: tokens of a prompt and its answer together (default: the need of the prompts)
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
-            off)
+            on a CPU)
         prefill_chunk: prompt tokens per forward (default: 256)
         compile: record the steps as CUDA graphs (default: on, where they can be)
     """
@@ -180,6 +180,7 @@ def resolve(
     common: dict[str, Any] = {
         "compile": is_compilable and config.compile is not False,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "enable_prefix_caching": is_cpu,
         **{name: value for name in kept if (value := getattr(config, name)) is not None},
     }
     cheap, max_num_seqs = target.traits.cheap_tokens or _CHEAP_TOKENS, config.max_num_seqs or Plan.max_num_seqs

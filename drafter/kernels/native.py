@@ -127,9 +127,7 @@ _FAULTS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None where the package was installed without a compiler, or the library does not load here.
-    ValueError: the sources beside the library are others than it was built from.
-    """
+    """The built library; None: there is none for this system; ValueError: built from other sources than lie beside."""
     folder = Path(__file__).parent
     try:
         found = ctypes.CDLL(str(folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"))
