@@ -204,7 +204,7 @@ class RecurrentDrafter(nn.Module):
         return (rows_RD.device, rows_RD.dtype) == (self.device, self.dtype)
 
     def pack(self) -> Self:
-        """Let the native search draft in 8 bits, where there is one; the weights must not change any more."""
+        """Let the native search draft in 4 bits, where there is one; the weights must not change any more."""
         self.is_packed = True
         return self
 

@@ -1,6 +1,6 @@
 """Reads and checks the tensors of a drafter's file: names, shapes, types, finite values, draft token ids.
 
-A matrix may be stored in 8 bits, as decoding on a CPU rounds a matrix: groups of 32 inputs share a scale.
+A matrix may be stored in 8 bits, as Q8_0 of GGUF: groups of 32 inputs share a scale.
 
 Shapes: O outputs · G groups · I inputs of a group.
 """

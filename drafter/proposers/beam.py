@@ -125,7 +125,7 @@ class BeamProposer(Proposer):
         self._native = self._rounded(target) if is_native else None
 
     def _rounded(self, target: Target) -> native.Drafter:
-        """The drafter with weights rounded to 8 bits, which changes drafts alone, for :meth:`_search`."""
+        """The drafter with weights rounded to 4 bits, which changes drafts alone, for :meth:`_search`."""
         config = self.drafter.config
         log_odds_X = self._odds_X.float()
         cell, downs, blocks, head, output = self.drafter.rounded()

@@ -76,8 +76,7 @@ def test_the_command_writes_a_file_that_other_commands_take(target: str, tmp_pat
     shown = capsys.readouterr()
     path = tmp_path / "drafter" / "tuned.json"
     assert str(path) in shown.err and "tokens/step" in shown.out
-    content = json.loads(path.read_text())
-    assert content["calibration"]["num_prompts"] == 2
+    assert json.loads(path.read_text())["calibration"]["num_prompts"] == 2
     assert [plan.num_rows for plan in read_tuned(path).plans] == [1]
     out = tmp_path / "answers.jsonl"
     assert main(["decode", *models, "--prompt", "x", "--max-new-tokens", "2", "--out", str(out)]) == 0

@@ -76,8 +76,7 @@ def test_a_file_of_another_machine_is_refused_by_the_engine_and_passed_over_besi
     path = write(tmp_path / "tuned.json", sizes_of(), **changes)
     with pytest.raises(ValueError, match="was measured for another"):
         Engine(shared_target(), trained_drafter(), EngineConfig(tuned=path))
-    drafter = loaded_drafter(tmp_path)
-    found = resolve(None, shared_target(), drafter)
+    found = resolve(None, shared_target(), loaded_drafter(tmp_path))
     assert found.tuned is None and "the measured sizes do not fit" in found.reason
 
 

@@ -153,10 +153,14 @@ def test_structures_are_those_of_the_library() -> None:
     assert ctypes.sizeof(native.Layer) == 7 * 32 + 6 * 32 + 8
 
 
-def test_a_rounded_matrix_takes_any_number_of_inputs(instructions: str) -> None:
+@pytest.mark.parametrize(("name", "step"), [("Q8_0", 0.5 / 127), ("Q4_0", 1 / 8)])  # a step is cut off at the other end
+def test_a_rounded_matrix_takes_any_number_of_inputs(name: str, step: float, instructions: str, monkeypatch) -> None:
+    monkeypatch.setattr(native, "DRAFT_FORMAT", name)
     weight_OI, bias_O, x_XI = torch.randn(21, 45), torch.randn(21), torch.randn(2, 3, 45)
-    found = native.multiply(native.round_matrix(weight_OI, bias_O), x_XI)
-    torch.testing.assert_close(found, x_XI @ weight_OI.T + bias_O, rtol=0.05, atol=0.3)
+    matrix = native.round_matrix(weight_OI, bias_O)
+    rounded_OI = native.unpack_rows(matrix, torch.arange(21))
+    assert (rounded_OI - weight_OI).abs().max() < 1.01 * step * weight_OI.abs().max()
+    torch.testing.assert_close(native.multiply(matrix, x_XI), x_XI @ rounded_OI.T + bias_O, rtol=0.05, atol=0.3)
     big = native.multiply(native.round_matrix(torch.full((16, 45), torch.inf)), x_XI)
     assert bool((big == 0).all()), "what is no number counts as 0"
 

@@ -37,15 +37,15 @@ def test_a_packed_model_computes_and_counts_the_same() -> None:
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs the native library")
-def test_all_searches_share_one_rounded_copy_until_another_target_comes() -> None:
+def test_all_searches_share_one_rounded_copy_until_another_target_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "DRAFT_FORMAT", "Q8_0")
     target = tiny_target()
     config = DrafterConfig(vocab_size=target.vocab_size, hidden_size=target.hidden_size, head="tied")
     drafter = RecurrentDrafter(config).eval().bind(target).pack()
     first = drafter.rounded()
     assert drafter.bind(target).rounded() is first and drafter.bind(tiny_target(1)).rounded() is not first
     x = torch.randn(3, target.hidden_size)
-    expected = drafter.logits(x, x)
-    feature = drafter.features(x, x)
+    expected, feature = drafter.logits(x, x), drafter.features(x, x)
     assert (native.multiply(drafter.rounded().output, feature) - expected).abs().max() < 0.05 * expected.abs().max()
 
 

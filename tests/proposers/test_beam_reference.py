@@ -193,8 +193,9 @@ def paths_in(drafted, proposer, row):
 
 @pytest.mark.skipif(native.library() is None, reason="the native step was not built")
 @pytest.mark.parametrize("copying", [False, True])
-def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying):
+def test_native_search_drafts_the_nodes_of_the_search_in_torch(copying, monkeypatch):
     """Weights of 8 bits move scores by hundredths and may swap near equals; noise moves them by more than 1."""
+    monkeypatch.setattr(native, "DRAFT_FORMAT", "Q8_0")
     num_nodes, gaps = [0, 0], []
     for number in range(100):
         case = Case(number)

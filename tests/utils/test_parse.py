@@ -58,10 +58,8 @@ def test_other_bytes_and_other_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        (TunedSizes, "plans"), (RowPlan, "choices"), (Row, "messages"), (Row, "tools"), (Row, "token_ids"),
-    ],
-)  # fmt: skip
+    [(TunedSizes, "plans"), (RowPlan, "choices"), (Row, "messages"), (Row, "tools"), (Row, "token_ids")],
+)
 def test_a_list_ends_at_its_first_fault(kind: Any, name: str) -> None:
     """A fault takes a kilobyte, so that the faults of a list of millions would take gigabytes and minutes."""
     with pytest.raises(ValueError, match="here") as caught:
