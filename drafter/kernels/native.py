@@ -134,7 +134,7 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"))
     except OSError:  # not there, or built for another system
         return None
-    files = sorted((*folder.glob("csrc/*.h"), *folder.glob("csrc/*.cpp")))  # none in a wheel
+    files = sorted((*folder.glob("csrc/*.h"), *folder.glob("csrc/*.cpp")))
     digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
     if files and (not hasattr(found, "sources") or ctypes.c_char_p.in_dll(found, "sources").value != digest.encode()):
         raise ValueError("the native step was built from other sources than drafter has now: run pip install again")
