@@ -49,7 +49,7 @@ class EngineConfig(Checked):
         max_num_seqs: prompts that are answered at the same time (default: 8)
         max_model_len: tokens of a prompt and its answer together (default: the need of the prompts)
         enable_prefix_caching: copy the keys and values of a prefix that a prompt shares with an earlier one (default:
-            on a CPU)
+            on for a CPU)
         prefill_chunk: prompt tokens per forward (default: 256)
         compile: record the steps as CUDA graphs (default: on, where they can be)
     """

@@ -24,7 +24,6 @@ FORMATS = (
 )  # fmt: skip
 NORMS = {"none": 0, "rms": 1, "layer": 2}
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu_squared")
-DRAFT_FORMAT = "Q4_0"  # of a drafter's weights in a search, which memory bounds: with Q8_0 as many drafts are accepted
 LANES = 16  # outputs of a block; slots of a block of keys
 
 _int, _long, _float, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -128,7 +127,7 @@ _FAULTS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None: there is none for this system; ValueError: built from other sources than lie beside."""
+    """The built library; None where the system has none. ValueError: its sources are not those of the package."""
     folder = Path(__file__).parent
     try:
         found = ctypes.CDLL(str(folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"))
@@ -177,10 +176,10 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
     bytes.
 
     Formats are those of FORMATS; without a ``target`` blocks have the source's. F32 and F16 are made from other float
-    formats alone. Q8_0 and Q4_0 from these round groups of 32 inputs; a weight that is no number becomes 0.
+    formats alone. Q4_0 from these rounds groups of 32 inputs; a weight that is no number becomes 0.
     ValueError: a scale is no finite number.
     """
-    assert target in (None, source, *FORMATS[:3], "Q8_0", "Q4_0"), f"{source} is not packed as {target}"
+    assert target in (None, source, *FORMATS[:3], "Q4_0"), f"{source} is not packed as {target}"
     number, given = FORMATS.index(target or source), FORMATS.index(source)
     lib = _library()
     blocks = torch.empty(int(lib.matrix_bytes(number, len(rows), inputs)) + 64, dtype=torch.uint8)
@@ -194,10 +193,10 @@ def pack(source: str, rows: Sequence[int], inputs: int, target: str | None = Non
 
 
 def round_matrix(weight_OI: Tensor, bias_O: Tensor | None = None) -> Matrix:
-    """A matrix of plain numbers, rounded to :data:`DRAFT_FORMAT`; products round activations to 8 bits, too."""
+    """A matrix of plain numbers in 4 bits, as Q4_0. A product rounds its activations to 8 bits."""
     weight_OI = weight_OI.detach().float().contiguous()
     first, size, num_inputs = weight_OI.data_ptr(), weight_OI.stride(0) * 4, weight_OI.shape[1]
-    number, blocks = pack("F32", range(first, first + len(weight_OI) * size, size), num_inputs, DRAFT_FORMAT)
+    number, blocks = pack("F32", range(first, first + len(weight_OI) * size, size), num_inputs, "Q4_0")
     bias = None if bias_O is None else bias_O.detach().float().contiguous()
     addresses = blocks.data_ptr(), None if bias is None else bias.data_ptr()
     return Matrix(number, len(weight_OI), num_inputs, 1, *addresses).keep(blocks, bias)

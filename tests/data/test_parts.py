@@ -57,8 +57,7 @@ def test_prompts_of_plain_text_are_its_first_tokens(tmp_path: Path) -> None:
 def test_ids_that_the_target_has_and_the_tokenizer_lacks(tmp_path: Path) -> None:
     """Output matrices have rows to spare, and sampling reaches them."""
     rows = [{"prompt_token_ids": [5, 6 + i], "token_ids": [299]} for i in range(4)]
-    name = write_jsonl(tmp_path / "ids.jsonl", rows)
-    found = read(name, tiny_target(vocab_size=300), val=0.3)
+    found = read(write_jsonl(tmp_path / "ids.jsonl", rows), tiny_target(vocab_size=300), val=0.3)
     assert int(found.train.token_counts(300)[299]) == 3
 
 

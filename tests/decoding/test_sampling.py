@@ -157,8 +157,7 @@ def test_bits_and_noise_equal_the_python_twin():
 
 
 def test_extreme_words_give_finite_noise():
-    words = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
-    uniform = sampling._uniform(words)
+    uniform = sampling._uniform(torch.tensor([0, -1, 2**63 - 1, -(2**63)]))
     assert uniform.tolist() == [2.0**-53, 1 - 2.0**-53, 0.5 - 2.0**-53, 0.5 + 2.0**-53]
     noise = -(-uniform.log()).log()
     assert noise.isfinite().all() and noise.min() > -3.7 and noise.max() < 36.8

@@ -101,8 +101,7 @@ def test_addresses() -> None:
 def test_passing_failures_are_retried(server: FakeServer, prompts: str, tmp_path: Path) -> None:
     failures: list[Reply] = [(503, {"error": {"message": "busy"}}), (429, "no"), (200, {"choices": []})]
     server.reply = lambda body, count: failures[count - 1] if count <= 3 else (200, answer_of(body))
-    report = run(server, prompts, tmp_path / "out.jsonl")
-    assert report.num_new == 12 and set(server.counts.values()) == {4}
+    assert run(server, prompts, tmp_path / "out.jsonl").num_new == 12 and set(server.counts.values()) == {4}
 
 
 def test_a_server_that_stays_away_keeps_finished_answers(server: FakeServer, prompts: str, tmp_path: Path) -> None:

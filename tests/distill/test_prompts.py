@@ -20,6 +20,8 @@ def test_prompts_of_conversations_ids_and_duplicates(tmp_path: Path) -> None:
     assert select_prompts(tmp_path / "p.jsonl")[0] == prompts
     with pytest.raises(ValueError, match="line 1: token ids are no prompt; the row needs messages or text too"):
         select_prompts(write_jsonl(tmp_path / "ids.jsonl", [{"prompt_token_ids": [1], "token_ids": [2]}]))
+    name = write_jsonl(tmp_path / "text.jsonl", [{"text": "abc"}])
+    assert select_prompts(name, columns={"prompt": "text"})[0][0].messages[0]["content"] == "abc"
 
 
 def test_excluded_texts_are_left_out(tmp_path: Path) -> None:

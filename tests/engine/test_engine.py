@@ -104,8 +104,7 @@ def test_end_of_sequence_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_context_limit() -> None:
     target = tiny_target(3, max_length=40)
-    drafter = trained_drafter()
-    engine = Engine(target, drafter, EngineConfig(beam_width=4, draft_length=4, tree_size=12))
+    engine = Engine(target, trained_drafter(), EngineConfig(beam_width=4, draft_length=4, tree_size=12))
     prompts = [list(range(3, 3 + size)) for size in (1, 30, 36, 38, 39)]
     for prompt, completion in zip(prompts, engine.generate(prompts, replace(NO_EOS, max_new_tokens=60)), strict=True):
         room = 40 - len(prompt)

@@ -126,8 +126,7 @@ def test_characters_of_several_tokens_come_whole() -> None:
     """The bytes of the emoji are four tokens, those of the letter two; nothing half is ever shown."""
     token_ids = encode("aé😀b")
     assert len(token_ids) == 8
-    pieces = push_all(IncrementalText(decode), token_ids)
-    assert pieces == ["a", "", "é", "", "", "", "😀", "b", ""]
+    assert push_all(IncrementalText(decode), token_ids) == ["a", "", "é", "", "", "", "😀", "b", ""]
 
 
 # Letters of one to four bytes, merges of the tokenizer, and a stop string's own letters, so that all of it happens.

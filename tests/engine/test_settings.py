@@ -72,10 +72,10 @@ def test_few_cheap_tokens_refuse_no_tree_that_was_asked_for(monkeypatch: pytest.
 
 def test_the_reason_says_what_was_given() -> None:
     trees = "drafter, W 3 L 3 N 12, a smaller tree, copies alone or plain, whatever is fastest while it runs"
-    assert on("cpu", "drafter").reason == f"{trees}; nothing was measured (`drafter tune` measures)"
+    assert on("cpu", "drafter", max_num_seqs=2).reason == f"{trees}; nothing was measured (`drafter tune` measures)"
     assert on("cpu", "drafter", tree_size=6).reason == "drafter, W 4 L 3 N 6"
-    given: Any = {"beam_width": 2, "draft_length": 2, "copying": False}
-    assert on("cpu", "drafter", **given).reason == "drafter, W 2 L 2 N 5, no copies"
+    few = on("cpu", "drafter", beam_width=2, draft_length=2, copying=False)
+    assert few.reason == "drafter, W 2 L 2 N 5, no copies"
 
 
 @pytest.mark.parametrize(

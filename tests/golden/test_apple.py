@@ -59,8 +59,7 @@ def some_input() -> tuple[Tensor, Tensor]:
 
 def test_golden_checkpoint_loads_and_gives_its_logits(tensors: dict[str, Tensor]) -> None:
     expected = load_file(FOLDER / "expected.safetensors")
-    drafter = RecurrentDrafter.from_apple(FOLDER)
-    logits = drafter(expected["hidden"], expected["embedding"])
+    logits = RecurrentDrafter.from_apple(FOLDER)(expected["hidden"], expected["embedding"])
     assert torch.allclose(logits, expected["logits"], atol=TOLERANCE, rtol=0)
     twin = twin_logits(tensors, NUM_LAYERS, expected["hidden"], expected["embedding"])
     assert torch.allclose(twin, expected["logits"], atol=TOLERANCE, rtol=0)

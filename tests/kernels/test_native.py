@@ -89,8 +89,7 @@ def test_products_are_the_dense_products_and_have_the_same_bits_for_any_rows_and
     bias_O, x_NI = torch.randn(outputs), torch.randn(29, inputs)
     matrix = packed(name, rows, inputs, bias=bias_O)
     assert native.unpack_rows(matrix, torch.arange(outputs)).equal(weight_OI)
-    y_NO = native.multiply(matrix, x_NI)
-    assert_product(y_NO, x_NI, weight_OI, bias_O)
+    assert_product(native.multiply(matrix, x_NI), x_NI, weight_OI, bias_O)
     for is_rounded in (False, True):
         matrix = packed(name, rows, inputs, is_rounded=is_rounded, bias=bias_O)
         native.set_num_threads(1)
@@ -153,13 +152,12 @@ def test_structures_are_those_of_the_library() -> None:
     assert ctypes.sizeof(native.Layer) == 7 * 32 + 6 * 32 + 8
 
 
-@pytest.mark.parametrize(("name", "step"), [("Q8_0", 0.5 / 127), ("Q4_0", 1 / 8)])  # a step is cut off at the other end
-def test_a_rounded_matrix_takes_any_number_of_inputs(name: str, step: float, instructions: str, monkeypatch) -> None:
-    monkeypatch.setattr(native, "DRAFT_FORMAT", name)
+def test_a_rounded_matrix_takes_any_number_of_inputs(instructions: str) -> None:
     weight_OI, bias_O, x_XI = torch.randn(21, 45), torch.randn(21), torch.randn(2, 3, 45)
     matrix = native.round_matrix(weight_OI, bias_O)
     rounded_OI = native.unpack_rows(matrix, torch.arange(21))
-    assert (rounded_OI - weight_OI).abs().max() < 1.01 * step * weight_OI.abs().max()
+    loss_OI, most = (rounded_OI - weight_OI).abs(), weight_OI.abs().max()
+    assert loss_OI.max() < 1.01 * most / 8 and loss_OI.median() < most / 24  # a whole step where 8 is cut off
     torch.testing.assert_close(native.multiply(matrix, x_XI), x_XI @ rounded_OI.T + bias_O, rtol=0.05, atol=0.3)
     big = native.multiply(native.round_matrix(torch.full((16, 45), torch.inf)), x_XI)
     assert bool((big == 0).all()), "what is no number counts as 0"

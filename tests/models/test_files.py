@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.kernels import native
 from drafter.models.config import DrafterConfig
 from drafter.models.drafter import RecurrentDrafter
 from tests.data.tiny import change_json
@@ -101,23 +100,21 @@ def test_weights_that_are_changed_after_reading_cut_or_missing(folder: Path) -> 
         RecurrentDrafter.from_pretrained(folder)
 
 
-def test_weights_in_8_bits_are_those_of_the_native_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice rounded is as good as once. Tensors that are no matrices stay exact."""
-    monkeypatch.setattr(native, "DRAFT_FORMAT", "Q8_0")
+def test_weights_in_8_bits(tmp_path: Path) -> None:
+    """Half a step of each group is lost, once. Tensors that are no matrices stay exact."""
     drafter = RecurrentDrafter(DrafterConfig(vocab_size=40, hidden_size=32, head="tied", draft_vocab_size=12))
     for name, options in (("plain", {}), ("rounded", {"is_rounded": True})):
         drafter.save_pretrained(tmp_path / name, **options)
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "rounded")]
     assert sizes[1] < 0.5 * sizes[0]
-    plain, rounded = (RecurrentDrafter.from_pretrained(tmp_path / name) for name in ("plain", "rounded"))
-    for (name, one), other in zip(plain.state_dict().items(), rounded.state_dict().values(), strict=True):
-        assert one.dtype == other.dtype and (one - other).abs().max() <= one.abs().max() / 127, name
-        if one.ndim < 2:
-            assert torch.equal(one, other), name
-        elif native.library() is not None:
-            index = torch.arange(len(one))
-            rows = [native.unpack_rows(native.round_matrix(weight), index) for weight in (one, other)]
-            assert torch.equal(*rows) and torch.equal(rows[0], other), name
+    RecurrentDrafter.from_pretrained(tmp_path / "rounded").save_pretrained(tmp_path / "twice", is_rounded=True)
+    names = "plain", "rounded", "twice"
+    states = [RecurrentDrafter.from_pretrained(tmp_path / name).state_dict() for name in names]
+    for name, one, other, twice in ((name, *(state[name] for state in states)) for name in states[0]):
+        assert one.dtype == other.dtype and torch.equal(other, twice), name
+        # Scales of 11 bits add a sixteenth of a step.
+        loss_XI, group_XI = (each.float().reshape(-1, min(32, each.numel())).abs() for each in (one - other, one))
+        assert (loss_XI <= (one.ndim > 1) * 0.57 / 127 * group_XI.amax(1, keepdim=True)).all(), name
     tensors = load_file(tmp_path / "rounded" / "model.safetensors")
     del tensors["head.weight_scales"]
     save_file(tensors, tmp_path / "x.safetensors")

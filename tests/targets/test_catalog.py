@@ -160,8 +160,7 @@ def test_a_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path, name: str
         assert load_tokenizer(str(file)).tokenize("a  12") == pieces
         # Also where transformers' tokenizer of the architecture has a rule of its own.
         model, more = build(TARGETS["Qwen2"]()), lambda writer: writer.add_tokenizer_pre(name)
-        other = write_model(model, "Qwen2", tmp_path / "b.gguf", more)
-        tokenizer = load_tokenizer(str(other))
+        tokenizer = load_tokenizer(str(write_model(model, "Qwen2", tmp_path / "b.gguf", more)))
         assert tokenizer.tokenize("a  12") == pieces
         assert tokenizer.backend_tokenizer.normalizer.normalize_str("e\u0301") == "\u00e9"
 

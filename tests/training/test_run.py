@@ -155,8 +155,7 @@ def test_a_file_of_integers_teaches_as_it_is_decoded(place: Path, home: Path, tm
     assert [(each.runtime.name, each.fingerprint) for each in seen] == [("native", target.fingerprint)]
     assert "output_weight_VD" not in vars(seen[0].runtime), "rows beyond the draft vocabulary are not held"
     assert not list(home.rglob("*.safetensors"))
-    state_file = next((tmp_path / "states").glob("*.safetensors"))
-    stored = load_file(state_file)
+    stored = load_file(next((tmp_path / "states").glob("*.safetensors")))
     hidden_TD = target.forward(stored["token_ids"][None]).hidden_BTD[0]
     assert torch.equal(stored["hidden_states"][:, 0], hidden_TD.bfloat16())
 

@@ -175,26 +175,26 @@ static uint16_t to_bfloat16(float x) {  // to nearest, ties to even
   if ((w & 0x7fffffff) > 0x7f800000) return (uint16_t)(w >> 16 | 64);
   return (uint16_t)((w + 0x7fff + (w >> 16 & 1)) >> 16);
 }
-// As Q8_0 or Q4_0, whose scale is negative where the largest number is positive: there is a -8, but no 8. No number: 0.
-template <int format> static Group round_group(int source, const uint8_t* row, long g, long inputs) {
-  constexpr int zero = types[format].zero, least = zero == 8 ? -8 : -127; Group r{}; float v[32], most = 0;
+// As Q4_0. There is a -8 and no 8, so a scale is negative where the largest number is positive. No number: 0.
+static Group round_group(int source, const uint8_t* row, long g, long inputs) {
+  Group r{}; float v[32], most = 0;
   for (int i = 0; i < 32; i++) {
     v[i] = 32 * g + i < inputs ? read_float(source, row, 32 * g + i) : 0;
     if (!(fabsf(v[i]) < INFINITY)) v[i] = 0;
     most = fabsf(v[i]) > fabsf(most) ? v[i] : most;
   }
-  const float size = fminf(fmaxf(fabsf(most) / -least, 1e-7f), 65504);
-  r.scale = to_half(zero == 8 && most > 0 ? -size : size);
+  const float size = fminf(fmaxf(fabsf(most) / 8, 1e-7f), 65504);
+  r.scale = to_half(most > 0 ? -size : size);
   const float scale = from_half(r.scale), whole = 12582912;  // 1.5 * 2^23: no digits behind the point
   for (int i = 0; i < 32; i++)
-    r.q[i] = (uint8_t)(zero + (int)fminf(fmaxf(v[i] / scale + whole - whole, least), zero - 1));
+    r.q[i] = (uint8_t)(8 + (int)fminf(fmaxf(v[i] / scale + whole - whole, -8), 7));
   return r;
 }
 template <int F> void groups(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
   if constexpr (F + 1 < NUM_FORMATS) { if (format > F) return groups<F + 1>(format, source, num, inputs, row, to); }
   for (long g = 0; g < (inputs + 31) / 32; g++)
     for (int o = 0; o < num; o++)
-      write_group<F>(source <= F16 ? round_group<F>(source, row[o], g, inputs) : read_group<F>(row[o], g), g, o, to);
+      write_group<F>(source <= F16 ? round_group(source, row[o], g, inputs) : read_group<F>(row[o], g), g, o, to);
 }
 // A block of `num` rows that lie anywhere.
 static void pack_block(int format, int source, int num, int inputs, const uint8_t* const* row, uint8_t* to) {
